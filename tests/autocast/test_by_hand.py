@@ -1,4 +1,4 @@
-"""autocast beside the same models with each conversion written by hand."""
+"""autocast beside a transformer with each conversion written by hand."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ import optax_lossscale as ols
 pytestmark = pytest.mark.slow
 
 FLOAT32, FLOAT16 = jnp.float32, jnp.float16
-BATCH, LENGTH, WIDTH, HEADS, VOCABULARY, BLOCKS = 4, 64, 64, 4, 96, 2
+BATCH, LENGTH, WIDTH, HEADS, VOCABULARY, BLOCKS = 2, 16, 32, 4, 48, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,22 +26,20 @@ class Recipe:
   """The dtype of each part of a model; norms and the loss are in float32.
 
   Attributes:
-    dtype: of matrix products, convolutions and what follows them.
+    dtype: of matrix products and what follows them.
     stream: of the residual stream, to which blocks add.
     softmax: of the scale, the mask and the softmax of attention.
-    normalized: of what follows a norm, up to the next product.
   """
 
   dtype: Any = FLOAT32
   stream: Any = FLOAT32
   softmax: Any = FLOAT32
-  normalized: Any = FLOAT32
 
 
 WRITTEN = Recipe()
 BY_HAND = {
   "O1": Recipe(FLOAT16),
-  "O2": Recipe(FLOAT16, stream=FLOAT16, softmax=FLOAT16, normalized=FLOAT16),
+  "O2": Recipe(FLOAT16, stream=FLOAT16, softmax=FLOAT16),
 }
 
 
@@ -102,35 +100,8 @@ def transformer(params, batch, recipe=WRITTEN):
   return mean_cross_entropy(dense(params["head"], x, recipe.dtype), labels)
 
 
-def convolution(layer, x, dtype):
-  x = lax.conv_general_dilated(
-    x.astype(dtype),
-    layer["kernel"].astype(dtype),
-    (1, 1),
-    "SAME",
-    dimension_numbers=("NHWC", "HWIO", "NHWC"),
-  )
-  return biased(layer, x)
-
-
-def pool(x):
-  window = (1, 2, 2, 1)
-  return lax.reduce_window(x, -jnp.inf, lax.max, window, window, "VALID")
-
-
-def conv_net(params, batch, recipe=WRITTEN):
-  x, labels = batch
-  for layer in params["convolutions"]:
-    x = convolution(layer, x, recipe.dtype)
-    x = norm(layer["norm"], x, (0, 1, 2)).astype(recipe.normalized)
-    x = pool(jax.nn.relu(x))
-  x = dense(params["hidden"], x.reshape(len(x), -1), recipe.dtype)
-  x = dense(params["head"], jax.nn.relu(x), recipe.dtype)
-  return mean_cross_entropy(x, labels)
-
-
-def normals(*shape, scale=0.1):
-  return jnp.asarray(np.random.default_rng(0).normal(0, scale, shape), FLOAT32)
+def normals(*shape):
+  return jnp.asarray(np.random.default_rng(0).normal(0, 0.1, shape), FLOAT32)
 
 
 def layer_params(*shape):
@@ -141,7 +112,7 @@ def norm_params(width):
   return {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
 
 
-def transformer_arguments():
+def make_arguments():
   text = np.random.default_rng(0).integers(VOCABULARY, size=(BATCH, LENGTH + 1))
   block_params = {
     "norm_1": norm_params(WIDTH),
@@ -161,24 +132,7 @@ def transformer_arguments():
   return params, (text[:, :-1], text[:, 1:])
 
 
-def conv_net_arguments():
-  params = {
-    "convolutions": [
-      {**layer_params(3, 3, *channels), "norm": norm_params(channels[1])}
-      for channels in ((1, 8), (8, 16))
-    ],
-    "hidden": layer_params(4 * 4 * 16, 32),
-    "head": layer_params(32, 10),
-  }
-  return params, (normals(8, 16, 16, 1, scale=1), np.arange(8))
-
-
-MODELS = {
-  "transformer": (transformer, transformer_arguments),
-  "conv_net": (conv_net, conv_net_arguments),
-}
-# Of models and levels.
-CASES = [(model, level) for model in MODELS for level in BY_HAND]
+each_level = pytest.mark.parametrize("level", BY_HAND)
 
 
 class Contenders(NamedTuple):
@@ -188,46 +142,30 @@ class Contenders(NamedTuple):
   by_hand: Any
 
 
-def contenders(case):
+def contenders(level):
   """Returns the two loss functions, and their arguments."""
-  model, level = case
-  written, make_arguments = MODELS[model]
-  by_hand = functools.partial(written, recipe=BY_HAND[level])
-  return Contenders(ols.autocast(written, level), by_hand), make_arguments()
+  by_hand = functools.partial(transformer, recipe=BY_HAND[level])
+  return Contenders(ols.autocast(transformer, level), by_hand), make_arguments()
 
 
 @functools.cache
-def jaxprs(case):
+def jaxprs(level):
   """Returns what the gradients are made of."""
-  functions, arguments = contenders(case)
+  functions, arguments = contenders(level)
   return Contenders(
     *(jax.make_jaxpr(jax.value_and_grad(f))(*arguments) for f in functions)
   )
 
 
-@functools.cache
-def compiled(case):
-  """Returns the gradients as XLA computes them here."""
-  functions, arguments = contenders(case)
-  steps = (jax.jit(jax.value_and_grad(f)).lower(*arguments) for f in functions)
-  return Contenders(*(step.compile() for step in steps))
-
-
-def assert_costs_no_more(ours, by_hand, margin=0.02):
-  for name, limit in by_hand._asdict().items():
-    if limit is not None:
-      assert getattr(ours, name) <= (1 + margin) * limit, name
-
-
-@pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_all_products_forward_and_backward_are_in_float16(case):
-  ours, by_hand = (counts.products(x, FLOAT16) for x in jaxprs(case))
+@each_level
+def test_all_products_forward_and_backward_are_in_float16(level):
+  ours, by_hand = (counts.products(x, FLOAT16) for x in jaxprs(level))
   assert ours.lowered == ours.all == by_hand.all
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_no_more_is_converted_than_by_hand(case):
-  ours, by_hand = map(counts.float_conversions, jaxprs(case))
+@each_level
+def test_no_more_is_converted_than_by_hand(level):
+  ours, by_hand = map(counts.float_conversions, jaxprs(level))
   assert ours <= by_hand
 
 
@@ -242,13 +180,13 @@ def test_every_conversion_of_a_transformer_is_one_that_is_needed():
   # Norm's result, the kernel, its product up; the last bias is in float32.
   the_end = 3
   forward = BLOCKS * a_block + the_end
-  ours = jaxprs(("transformer", "O1")).autocast
+  ours = jaxprs("O1").autocast
   assert counts.float_conversions(ours) == 2 * forward
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_no_more_is_kept_for_the_backward_pass_than_by_hand(case):
-  functions, (params, batch) = contenders(case)
+@each_level
+def test_no_more_is_kept_for_the_backward_pass_than_by_hand(level):
+  functions, (params, batch) = contenders(level)
   ours, by_hand = (
     counts.bytes_kept(lambda params, f=f: f(params, batch), params)
     for f in functions
@@ -256,18 +194,11 @@ def test_no_more_is_kept_for_the_backward_pass_than_by_hand(case):
   assert ours <= by_hand
 
 
-# XLA's CPU computes float16 in float32, by hand as well. So this is about the
-# conversions that it leaves and the fusions that they prevent.
-@pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_the_compiled_step_costs_no_more_than_by_hand(case):
-  assert_costs_no_more(*map(counts.costs, compiled(case)))
-
-
-@pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_loss_and_gradients_are_those_by_hand_up_to_rounding(case):
-  _, (params, batch) = contenders(case)
+@each_level
+def test_loss_and_gradients_are_those_by_hand_up_to_rounding(level):
+  functions, (params, batch) = contenders(level)
   (loss, grads), (expected_loss, expected_grads) = (
-    step(params, batch) for step in compiled(case)
+    jax.jit(jax.value_and_grad(f))(params, batch) for f in functions
   )
   assert float(loss) == pytest.approx(float(expected_loss), rel=1e-3)
   errors = jax.tree.map(

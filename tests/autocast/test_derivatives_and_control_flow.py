@@ -19,7 +19,7 @@ from optax_lossscale._autocast import levels
 from optax_lossscale._jaxpr import operation_table
 from tests import support
 from tests.autocast import mixed
-from tests.jaxpr import rules
+from tests.autocast import rules
 
 KEY, W, X = rules.KEY, rules.W, rules.X
 
@@ -121,7 +121,6 @@ LOOPS = {
   "a branch for each": lambda x, w: jax.vmap(switched, (0, None, 0))(
     x, w, jnp.arange(3)
   ),
-  "a branch": lambda x, w: switched(x, w, jnp.argmax(x[0]) - 2),
   "platform_dependent": lambda x, w: (
     lax.platform_dependent(x @ w, cpu=jnp.tanh, default=jnp.sin) @ w
   ),
@@ -130,7 +129,6 @@ LOOPS = {
   ),
   "custom_root": root,
   "custom_linear_solve": solved,
-  "remat of a scan": jax.checkpoint(repeated),
   # By themselves these two have no derivative in reverse mode.
   "custom_vmap": support.with_vmap(layer, lambda x, w: x),
   "composite": functools.partial(lax.composite, name="my.layer")(layer),
@@ -219,56 +217,17 @@ def test_a_loop_carries_the_dtypes_of_the_program(function):
   assert dtypes in ({"float16"}, {"float16", "bfloat16"})
 
 
-def test_a_scan_draws_the_same_numbers_and_stacks_the_same_dtypes():
-  got = jax.jit(ols.autocast(scanned, "O3"))(X, W)
-  want = jax.jit(scanned)(X, W)
-  support.assert_same_bits(got[1][1:], want[1][1:])
-  support.assert_same_bits(got[0][2:], want[0][2:])
-
-
-@pytest.mark.parametrize("where", ["inside", "around"])
-def test_a_while_under_vmap_stops_for_each_example_by_itself(where):
-  def batched(function):
-    return jax.vmap(function, (0, None, 0))
-
-  low = functools.partial(ols.autocast, level="O1")
-  changed = low(batched(until)) if where == "inside" else batched(low(until))
-  args = (X[:, None], W, jnp.array([1, 4, 2]))
-  mixed.assert_close(jax.jit(changed)(*args), batched(until)(*args))
-
-
-def test_a_while_has_forward_derivatives():
-  def tangent(function):
-    return jax.jvp(lambda x, w: function(x, w, 2), (X, W), (X, W))
-
-  mixed.assert_close(tangent(ols.autocast(until, "O1")), tangent(until))
-
-
-def test_all_branches_stay():
-  args = (X, W, jnp.int32(1))
-  (equation,) = [
-    x
-    for x in mixed.equations(ols.autocast(switched, "O1"), *args)
-    if x.primitive.name == "cond"
-  ]
-  assert len(equation.params["branches"]) == 4
-
-
-@pytest.mark.parametrize("axis_type", support.AXIS_TYPES)
-def test_a_jitted_function_inside_keeps_its_shardings(axis_type):
-  mesh = support.make_mesh(axis_type, data=4, model=2)
-  by_both = jax.NamedSharding(mesh, jax.P("data", "model"))
-  jitted = jax.jit(layer, out_shardings=by_both)
-
+def test_a_scan_restores_the_dtypes_of_what_it_carries_and_of_nothing_else():
   def function(x, w):
-    return jitted(x, w) * 2
+    def body(carry, _):
+      count, y = carry
+      return (count + 1, y @ w), y @ w
 
-  x = jax.device_put(jnp.ones((8, 4)), jax.NamedSharding(mesh, jax.P("data")))
-  w = jax.device_put(W, jax.NamedSharding(mesh, jax.P()))
-  got = jax.jit(ols.autocast(function, "O1"))(x, w)
-  want = jax.jit(function)(x, w)
-  assert got.sharding.is_equivalent_to(want.sharding, got.ndim)
-  mixed.assert_close(got, want)
+    (count, y), stacked = lax.scan(body, (0.0, x @ w), None, length=2)
+    return jnp.tanh(stacked) @ y.T * count
+
+  low = ols.autocast(function, "O1")
+  assert mixed.dtypes_of(low, "tanh", X, W) == {"float16"}
 
 
 # Remat.
@@ -298,18 +257,6 @@ def test_remat_computes_again_what_its_policy_says(name):
   mixed.assert_close(low(X, W), plain(X, W), 0.05)
 
 
-def test_a_gradient_with_remat_taken_inside_computes_as_much_again():
-  function = mixed.gradient(jax.checkpoint(rematerialized))
-  low = ols.autocast(function, "O1")
-  plain_text, low_text = (
-    jax.jit(x).lower(X, W).as_text() for x in (function, low)
-  )
-  assert "optimization_barrier" in low_text
-  for operation in ("dot_general", "exponential"):
-    assert low_text.count(operation) == plain_text.count(operation)
-  mixed.assert_close(low(X, W), function(X, W), 0.05)
-
-
 # Derivative rules.
 
 
@@ -327,33 +274,6 @@ def test_forward_mode_uses_the_rule(function):
   mixed.assert_close(got, tangents(function))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("function", [rules.layer_jvp, rules.layer_vjp])
-def test_second_derivatives_are_those_of_the_rule(function):
-  def twice(function):
-    def total(x, w):
-      return (mixed.gradient(function, 0)(x, w) ** 2).sum()
-
-    return jax.jit(jax.grad(total, (0, 1)))
-
-  got = twice(ols.autocast(function, "O2"))(X, W)
-  mixed.assert_close(got, twice(function)(X, W), 0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("function", [rules.layer_jvp, rules.nested_vjp])
-def test_gradients_taken_inside_are_those_taken_outside(function):
-  inside = ols.autocast(mixed.gradient(function), "O1")
-  outside = mixed.gradient(ols.autocast(function, "O1"))
-  mixed.assert_close(inside(X, W), outside(X, W), 0.005)
-
-
-def test_relu_has_slope_zero_at_zero_at_every_level():
-  for level in mixed.LEVELS:
-    slopes = mixed.gradient(ols.autocast(jax.nn.relu, level), 0)(jnp.zeros(2))
-    np.testing.assert_array_equal(slopes, 0, err_msg=level)
-
-
 @pytest.mark.parametrize("function", [rules.masked_jvp, rules.masked_vjp])
 def test_integers_keys_and_masks_pass_through_a_rule(function):
   def run(x, w, count, key):
@@ -366,21 +286,11 @@ def test_integers_keys_and_masks_pass_through_a_rule(function):
   mixed.assert_close(got[0], want[0])
 
 
-def test_integers_have_gradients_of_dtype_float0():
-  def run(x, w, count):
-    return rules.masked_vjp(x @ w, count, KEY)[0].sum()
-
-  grad = jax.grad(ols.autocast(run, "O1"), 2, allow_int=True)
-  assert grad(X, W, jnp.int32(3)).dtype == jax.dtypes.float0
-
-
-@pytest.mark.parametrize(
-  "function", [rules.layer_jvp, rules.layer_vjp, rules.nested_vjp]
-)
+@pytest.mark.parametrize("function", [rules.layer_jvp, rules.layer_vjp])
 def test_products_of_a_rule_have_float16_operands_at_every_level(function):
   written = mixed.gradient(rules.through_layer(function))
   number = mixed.count(written, "dot_general", X, W)
-  for level in mixed.LOW_LEVELS:
+  for level in ("O1", "O3"):
     grad = mixed.gradient(ols.autocast(rules.through_layer(function), level))
     assert mixed.dtypes_of(grad, "dot_general", X, W) == {"float16"}, level
     assert mixed.count(grad, "dot_general", X, W) == number, level
@@ -420,11 +330,9 @@ def test_a_rule_may_close_over_a_value_that_is_differentiated_outside():
   mixed.assert_close(ols.autocast(run, "O1")(X, W), run(X, W))
 
 
-@pytest.mark.parametrize("function", [rules.layer_jvp, rules.layer_vjp])
-def test_a_rule_keeps_nothing_of_what_was_traced(function):
+def test_a_rule_keeps_nothing_of_what_was_traced():
   with jax.checking_leaks():
-    jax.jit(ols.autocast(function))(X, W)
-    mixed.gradient(ols.autocast(function))(X, W)
+    mixed.gradient(jax.jit(ols.autocast(rules.nested_vjp)))(X, W)
 
 
 # The work grows with the depth of a program, not as two to the power of it.

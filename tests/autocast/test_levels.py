@@ -3,12 +3,9 @@
 The tables of docs/guides/mixed_precision.md and docs/autocast.md are data here.
 """
 
-import collections
 import contextlib
-import fnmatch
 import functools
 import io
-import random
 import re
 
 import flax.linen as nn
@@ -16,10 +13,10 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
+from optax import losses
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._autocast import _plan
 from optax_lossscale._autocast import _value
 from optax_lossscale._autocast import levels
 from optax_lossscale._jaxpr import scopes
@@ -72,25 +69,18 @@ IN_NORM = "32 32 16 32 32"
 FLOAT32 = "32 32 32 32 32"
 OPERATIONS = {
   "exp": (STEEP, "exp", jnp.exp),
-  "exp2": (STEEP, "exp2", jnp.exp2),
   "expm1": (STEEP, "expm1", jnp.expm1),
   "log": (STEEP, "log", lambda x: jnp.log(jnp.abs(x))),
-  "log1p": (STEEP, "log1p", lambda x: jnp.log1p(jnp.abs(x))),
   "rsqrt": (STEEP, "rsqrt", lambda x: lax.rsqrt(jnp.abs(x))),
   "integer_pow": (STEEP, "integer_pow", lambda x: x**4),
   "pow": (STEEP, "pow", lambda x: jnp.abs(x) ** 0.3),
   "reciprocal": (STEEP, "div", lambda x: 1 / x),
   "tan": (STEEP, "tan", jnp.tan),
-  "cosh": (STEEP, "cosh", jnp.cosh),
-  "asin": (STEEP, "asin", lambda x: jnp.arcsin(jnp.tanh(x))),
-  "erf_inv": (STEEP, "erf_inv", lambda x: lax.erf_inv(jnp.tanh(x))),
   "lgamma": (FLOAT32, "lgamma", lax.lgamma),
   "reduce_sum": (FLOAT32, "reduce_sum", lambda x: x + jnp.sum(x, axis=0)),
   "reduce_prod": (FLOAT32, "reduce_prod", lambda x: x + jnp.prod(x, axis=0)),
   "cumsum": (FLOAT32, "cumsum", lambda x: jnp.cumsum(x, axis=0)),
   "tanh": (FOLLOWS, "tanh", jnp.tanh),
-  "sqrt": (FOLLOWS, "sqrt", lambda x: jnp.sqrt(jnp.abs(x))),
-  "logistic": (FOLLOWS, "logistic", jax.nn.sigmoid),
   "max": (FOLLOWS, "max", jax.nn.relu),
   "mul": (FOLLOWS, "mul", lambda x: x * jax.nn.sigmoid(x)),
   "square": (FOLLOWS, "square", lambda x: jnp.square(jax.nn.relu(x))),
@@ -116,6 +106,12 @@ INPUTS = {
   "a count": (STEEP, "add", lambda x: x + jnp.arange(2993, 3001)),
   "a number that fits": (FOLLOWS, "mul", lambda x: jnp.tanh(x * 3)),
   "a small number": (FLOAT32, "mul", lambda x: jnp.tanh(x * 1e-7)),
+  "the smallest number": (FOLLOWS, "mul", lambda x: jnp.tanh(x * 2.0**-14)),
+  "a small number or 1": (
+    FLOAT32,
+    "mul",
+    lambda x: jnp.tanh(x * jnp.where(np.arange(8) > 3, 1.0, 1e-7)),
+  ),
   "a large number": (FLOAT32, "mul", lambda x: jnp.tanh(x * 1e6)),
   "a large divisor": (FLOAT32, "div", lambda x: x / jnp.full(8, 101325.0)),
   "a small number beside values": (
@@ -198,8 +194,23 @@ def test_operations_after_the_last_product_are_in_float32(level):
   assert dtypes_of("tanh", mixed, X) == ["float32"]
 
 
-@each_level
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_loss_is_the_same_inside_and_outside_of_autocast():
+  def loss(logits):
+    labels = np.array([0, 3, 1, 7])
+    return losses.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+  def model(x):
+    return jnp.tanh(x @ W) @ W
+
+  for level in LEVELS:
+    outside = loss(ols.autocast(model, level)(X))
+    inside = ols.autocast(lambda x: loss(model(x)), level)(X)
+    np.testing.assert_allclose(inside, outside, rtol=1e-6, err_msg=level)
+
+
+@pytest.mark.parametrize(
+  ("level", "dtype"), [*((x, "float16") for x in LEVELS), ("O1", "bfloat16")]
+)
 def test_products_are_in_low_precision_forward_and_backward(level, dtype):
   loss_fn = ols.autocast(
     lambda w: jnp.sum(jnp.tanh(X @ w) @ w), level, dtype=dtype
@@ -215,7 +226,7 @@ NORMS = [layer_norm, rms_norm, batch_norm_with_given_statistics]
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_norm_without_a_scope_is_known_by_its_operations(level, norm):
   mixed = ols.autocast(between(norm), level)
   low = {
@@ -254,7 +265,7 @@ def with_large_number_in_a_loop(x):
   return x @ W
 
 
-@each_level
+@pytest.mark.parametrize("level", ["O1", "OD"])
 @pytest.mark.parametrize(
   "function", [with_large_number, with_large_number_in_a_loop]
 )
@@ -262,14 +273,6 @@ def test_a_product_of_numbers_beyond_float16_is_in_float32(level, function):
   mixed = ols.autocast(function, level)
   assert products(mixed, X) == ["float16"] * 2 + ["float32"] * 2
   np.testing.assert_allclose(mixed(X), function(X), rtol=1e-2, atol=1e4)
-
-
-def test_values_converted_to_low_precision_and_back_are_not_converted_again():
-  def function(x):
-    return (x.astype(jnp.bfloat16).astype(jnp.float32) @ W) @ W
-
-  mixed = ols.autocast(function, "O1", dtype=jnp.bfloat16)
-  assert set(products(mixed, X)) == {"bfloat16"}
 
 
 def test_o0_is_the_function_itself():
@@ -307,34 +310,21 @@ def gradient_of_a_bias(x):
   return jax.grad(lambda bias: jnp.sum((rows @ x + bias) @ x))(jnp.zeros(1))
 
 
-@each_level
+@pytest.mark.parametrize("level", ["O1", "O3"])
 @pytest.mark.parametrize("function", [count, mean_of_many, gradient_of_a_bias])
 def test_sums_are_accumulated_in_float32(level, function):
   # In float16, 2048 + 1 is 2048, and 100,000 is inf.
   assert float(ols.autocast(function, level)(ONE).ravel()[0]) == 4096
 
 
-def shard_mapped(function):
-  return jax.shard_map(
-    function,
-    mesh=support.make_mesh(data=2),
-    in_specs=jax.P(),
-    out_specs=jax.P(),
-  )
-
-
-@pytest.mark.parametrize("kind", [*support.AXIS_TYPES, "shard_map"])
-def test_the_gradient_of_a_bias_is_summed_in_float32_on_devices(kind):
+@pytest.mark.parametrize("axis_type", support.AXIS_TYPES)
+def test_the_gradient_of_a_bias_is_summed_in_float32_on_devices(axis_type):
   rows = jnp.ones((100_000, 1))
 
   def loss_fn(bias):
     return jnp.sum((rows @ ONE + bias) @ ONE)
 
-  if kind == "shard_map":
-    mesh, loss_fn = contextlib.nullcontext(), shard_mapped(loss_fn)
-  else:
-    mesh = jax.set_mesh(support.make_mesh(kind, data=2))
-  with mesh:
+  with jax.set_mesh(support.make_mesh(axis_type, data=2)):
     gradient = jax.jit(jax.grad(ols.autocast(loss_fn, "O1")))(jnp.zeros(1))
   # Above the largest float16.
   np.testing.assert_array_equal(gradient, [100_000.0])
@@ -351,26 +341,12 @@ def scaled_by_a_product_of_vectors(x):
   return (x * lax.rsqrt(jnp.vecdot(x, x) / 8 + 1e-6)[:, None]) @ W
 
 
-def loss_that_is_a_product_of_vectors(x):
-  error = (1000 * x @ W).ravel()
-  return jnp.vdot(error, error) / error.size / 1e6
-
-
 FUNCTIONS = {
   "large layer norm": between(lambda x: layer_norm(1000 * x)),
-  "large rms norm": between(lambda x: rms_norm(1000 * x)),
   "product of vectors": scaled_by_a_product_of_vectors,
-  "loss of vectors": loss_that_is_a_product_of_vectors,
   "fully masked rows": masked,
-  "times a large number": between(lambda x: x * jnp.tanh(x * 1e6)),
-  "times a small number": between(lambda x: x * jnp.tanh(x * 1e-7)),
   "scatter-max": between(lambda x: x.at[2].max(0.0)),
-  "scatter of a function": between(lambda x: x.at[1].apply(jnp.sin)),
   "scatter-add": between(lambda x: x.at[0].add(W[0])),
-  "scatter": between(lambda x: x.at[0].set(W[0])),
-  "scatter of segments": between(
-    lambda x: jax.ops.segment_max(x, jnp.array([0, 1, 0, 1]), 2)
-  ),
   # NumPy's array is beyond the range of float16, but nothing warns.
   "a mask of NumPy": between(
     lambda x: jax.nn.softmax(x + np.float32([0, -1e9] * 4))
@@ -381,7 +357,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_level_computes_the_same_up_to_rounding(name):
   want = FUNCTIONS[name](X)
-  for level in LEVELS:
+  for level in ("O1", "O2", "O3"):
     got = ols.autocast(FUNCTIONS[name], level)(X)
     np.testing.assert_allclose(got, want, 2e-2, 3e-2, err_msg=level)
 
@@ -390,27 +366,6 @@ def test_every_level_computes_the_same_up_to_rounding(name):
 def test_a_scatter_may_get_values_in_low_precision(name):
   mixed = ols.autocast(FUNCTIONS[name], "O3")
   assert np.all(np.isfinite(mixed(X.astype(jnp.float16))))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "operation",
-  [
-    lambda x: x / (jnp.abs(x) + 1e-10),
-    lambda x: x / jnp.maximum(jnp.linalg.norm(x, axis=-1)[:, None], 1e-12),
-    lambda x: jnp.log(jax.nn.softmax(20 * x) + 1e-12),
-    lambda x: x / (jnp.sqrt(jnp.sum(jnp.square(x), axis=-1))[:, None] + 1e-8),
-  ],
-  ids=["quotient", "norm", "logarithm", "root"],
-)
-def test_a_small_number_still_prevents_a_division_by_zero(operation):
-  x = jnp.zeros((4, 8)).at[1].set(X[1])
-  for level in LEVELS:
-    mixed = ols.autocast(between(operation), level)
-    assert np.all(np.isfinite(mixed(x))), level
-    if level in ("O1", "auto"):
-      # At the others, 1 / 1e-12 goes back through float16.
-      assert np.all(np.isfinite(jax.grad(lambda x, f=mixed: f(x).sum())(X)))
 
 
 # The pages.
@@ -480,24 +435,6 @@ def test_the_page_about_the_design_prints_and_names_what_is_there():
     assert any((place / name).exists() for place in places), name
 
 
-REASONS = {
-  "exp": "black list",
-  "add": "only used in float32",
-  "reduce_sum": "no product follows",
-  "tanh": "",
-}
-
-
-def test_the_plan_has_the_reason_of_each_operation_in_float32():
-  def function(x):
-    return jnp.sum(jnp.exp(jnp.tanh(x @ W) + BIAS) @ W)
-
-  recipe = levels.make_recipe("O1", jnp.float16, None, None)
-  plan = _plan.make_plan(jax.make_jaxpr(function)(X), recipe, "", _plan.Use())
-  found = {step.name: step.decision.why for step in plan.steps}
-  assert {name: found[name] for name in REASONS} == REASONS
-
-
 # Overrides.
 
 
@@ -538,18 +475,17 @@ def products_by_layer(function):
 
 
 LAYERS = {"conv1", "conv2", "fc1", "fc2"}
-CONV1, FC1 = "LeNet5/conv1", "LeNet5/fc1"
+CONV1 = "LeNet5/conv1"
 F16, F32 = "float16", "float32"
 # The layers of LeNet-5 whose products are in float16.
 OVERRIDES = {
   "one layer": ("O0", {CONV1: F16}, {"conv1"}),
-  "two layers": ("O0", {CONV1: F16, FC1: F16}, {"conv1", "fc1"}),
   "everything inside": ("O0", {"LeNet5": F16}, LAYERS),
   "against the level": ("O3", {CONV1: F32}, LAYERS - {"conv1"}),
   "asterisks around": ("O1", {"*fc*": F32}, {"conv1", "conv2"}),
   "an asterisk inside": ("O1", {"LeNet5/c*v*": F32}, {"fc1", "fc2"}),
   "the longest wins": ("O3", {CONV1: F16, "LeNet5": F32}, {"conv1"}),
-  "it wins in any order": ("O3", {"LeNet5": F32, CONV1: F16}, {"conv1"}),
+  "in any order": ("O3", {"LeNet5": F32, CONV1: F16}, {"conv1"}),
   "another low precision": ("O2", {CONV1: "bfloat16"}, LAYERS - {"conv1"}),
 }
 
@@ -564,13 +500,8 @@ def test_overrides_choose_the_layers_in_low_precision(name):
     assert found["conv1"] == "bfloat16"
 
 
-@pytest.mark.parametrize("order", ["outside", "inside"])
-def test_overrides_hold_for_the_gradient_of_a_layer_alone(order):
-  overrides = {CONV1: jnp.float16}
-  if order == "outside":
-    mixed = jax.grad(ols.autocast(loss_fn, "O0", overrides=overrides))
-  else:
-    mixed = ols.autocast(jax.grad(loss_fn), "O0", overrides=overrides)
+def test_overrides_hold_for_the_gradient_of_a_layer_alone():
+  mixed = ols.autocast(jax.grad(loss_fn), "O0", overrides={CONV1: jnp.float16})
   low = [
     scopes.join("", str(equation.source_info.name_stack))
     for equation in equations(mixed, lenet_params(), IMAGES)
@@ -581,8 +512,7 @@ def test_overrides_hold_for_the_gradient_of_a_layer_alone(order):
   assert low == [CONV1] * 2
 
 
-@pytest.mark.parametrize("transform", [jax.grad, jax.hessian])
-def test_overrides_hold_inside_of_a_rematerialization(transform):
+def test_overrides_hold_inside_of_a_rematerialization():
   @jax.checkpoint
   @jax.named_scope("mlp")
   def mlp(x):
@@ -593,7 +523,7 @@ def test_overrides_hold_inside_of_a_rematerialization(transform):
     return jnp.sum(mlp(mlp(x)))
 
   mixed = ols.autocast(
-    transform(loss), "O0", overrides={"block/mlp": jnp.float16}
+    jax.hessian(loss), "O0", overrides={"block/mlp": jnp.float16}
   )
   assert set(dtypes_of("dot_general", mixed, jnp.eye(2))) == {"float16"}
 
@@ -614,7 +544,6 @@ def in_scope(scope, function):
 
 SCOPED = {
   "loops and jit": (in_a_loop, "outer/inner", "dot_general"),
-  "brackets": (in_scope("layers[0]", jnp.sin), "layers[0]", "sin"),
   "inputs only": (
     lambda x: jax.named_scope("first")(jnp.sin)(x) @ x,
     "first",
@@ -648,20 +577,9 @@ def test_one_layer_alone_converts_only_its_inputs_and_its_output():
 # Patterns and scopes.
 
 
-def test_an_asterisk_matches_as_that_of_a_shell():
-  rng = random.Random(0)
-  answers = collections.Counter()
-  for _ in range(20_000):
-    pattern = "".join(rng.choices("ab*", k=rng.randint(0, 6)))
-    text = "".join(rng.choices("ab", k=rng.randint(1, 6)))
-    expected = fnmatch.fnmatchcase(text, pattern)
-    assert scopes.ends_in(text, [pattern]) == expected, (text, pattern)
-    answers[expected] += 1
-  assert min(answers.values()) > 1000
-
-
 def test_only_the_asterisk_is_special_in_a_pattern():
   assert scopes.matches("layers[0].x?", "l*s[0].x?")
+  assert not scopes.ends_in("layers/x", ["layers*"])
   assert not scopes.matches("layers0", "layers[0]")
   assert not scopes.matches("layer", "laye?")
   assert not scopes.matches("layer", "laye.")
@@ -676,17 +594,13 @@ def test_only_the_asterisk_is_special_in_a_pattern():
     ("", "LeNet5/conv1", "LeNet5/conv1"),
     ("", "jvp(LeNet5)/conv1", "LeNet5/conv1"),
     ("", "transpose(jvp(LeNet5))/conv1", "LeNet5/conv1"),
-    ("LeNet5", "jit(relu)", "LeNet5"),
     ("LeNet5", "vmap(jit(f))/conv1", "LeNet5/conv1"),
-    ("", "jvp()", ""),
     ("", "transpose(jvp(LeNet5/conv1))/b", "LeNet5/conv1/b"),
     ("", "jvp(jit(f))/jvp(f(x))/jit(g)", "f(x)"),
-    ("a", "f(x)", "a/f(x)"),
     # Twice around a remat, in the backward pass.
     ("", "transpose(jvp(a/b))/jvp(a/b)", "a/b"),
     ("", "transpose(jvp(a))/b/jvp(a)/b/c", "a/b/c"),
     ("", "s/transpose(jvp(a))/b/s/jvp(a)/b", "s/a/b"),
-    ("", "vmap(transpose(jvp(a)))/vmap(jvp(a))", "a"),
     ("a", "rematted_computation/b", "a/b"),
     # Once, and of the same name.
     ("", "transpose(jvp(a))/a", "a/a"),
@@ -709,7 +623,6 @@ def test_a_scope_is_without_the_marks_of_transformations(
     ("tanh", {"black": ["tanh"]}, "float32"),
     ("tanh", {"white": ["tanh"]}, "float16"),
     ("tanh", {"gray": ["tanh"]}, "float16"),
-    ("exp", {"gray": ["exp"]}, "float16"),
     ("exp", {"white": ["exp"]}, "float16"),
     ("add", {"promote": ["add"]}, "float32"),
     ("dot_general", {"black": ["dot_general"]}, "float32"),
@@ -741,17 +654,13 @@ TWICE = {"gray": ["exp"], "black": ["exp"]}
   ("arguments", "error", "message"),
   [
     ({"level": "O4"}, ValueError, "`level` must be one of O0, O1, O2, O3"),
-    ({"level": 1}, ValueError, "got 1"),
     ({"dtype": "half precision"}, TypeError, "`dtype` must be a float"),
-    ({"dtype": jnp.int8}, TypeError, "got int8"),
     ({"dtype": jnp.float64}, ValueError, "one of float16, bfloat16, got"),
     ({"dtype": jnp.float8_e4m3fn}, ValueError, "a scale for each tensor"),
     ({"overrides": ["conv1"]}, TypeError, "`overrides` must be a dict"),
-    ({"overrides": {1: "float16"}}, TypeError, "`overrides` must be a dict"),
     ({"overrides": {"x": 16}}, TypeError, "`overrides['x']` must be a float"),
     ({"operations": {"grey": ["exp"]}}, ValueError, "got 'grey'"),
     ({"operations": {"gray": "exp"}}, TypeError, "a list of names"),
-    ({"operations": {"gray": None}}, TypeError, "a list of names"),
     ({"operations": {"gray": [1]}}, TypeError, "a list of names"),
     ({"operations": TWICE}, ValueError, "'exp' in 'gray' and 'black'"),
     ({"fun": {}}, TypeError, "`fun` must be a function"),

@@ -1,7 +1,5 @@
 """`nnx.autocast`: models that a forward pass changes, in mixed precision."""
 
-import functools
-
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -10,6 +8,7 @@ import pytest
 
 import optax_lossscale as ols
 from tests import support
+from tests.autocast.programs import dtypes_of
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 
@@ -51,8 +50,7 @@ def values(node):
   return jax.tree.map(support.to_numpy, copies)
 
 
-@functools.cache
-def split_and_merged(level):
+def split_and_merged():
   """Returns loss, gradients and state by `autocast` of a pure function."""
   graphdef, params, rest = nnx.split(make(), nnx.Param, ...)
 
@@ -61,53 +59,35 @@ def split_and_merged(level):
     loss = loss_fn(model, x)
     return loss, nnx.state(model, nnx.Not(nnx.Param))
 
-  mixed = ols.autocast(pure_loss_fn, level)
+  mixed = ols.autocast(pure_loss_fn, "O1")
   (loss, rest), grads = jax.jit(jax.value_and_grad(mixed, has_aux=True))(
     params, rest, X
   )
   return loss, values(grads), values(rest)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1"])
-def test_it_is_autocast_between_split_and_merge_bit_for_bit(level):
+def test_it_is_autocast_between_split_and_merge_bit_for_bit():
   model = make()
-  mixed = ols.nnx.autocast(loss_fn, level)
+  mixed = ols.nnx.autocast(loss_fn, "O1")
   loss, grads = nnx.jit(nnx.value_and_grad(mixed))(model, X)
-  expected, gradients, rest = split_and_merged(level)
+  expected, gradients, rest = split_and_merged()
   assert loss == expected
   support.assert_same_bits(values(grads), gradients)
   support.assert_same_bits(values(nnx.state(model, nnx.Not(nnx.Param))), rest)
   assert "hidden" in rest
-  # The levels differ, so this compares more than float32 with itself.
-  assert (loss == split_and_merged("O0")[0]) == (level == "O0")
-
-
-def test_eagerly_it_changes_the_same_as_under_jit():
-  model, jitted = make(), make()
-  loss = ols.nnx.autocast(loss_fn)(model, X)
-  expected = nnx.jit(ols.nnx.autocast(loss_fn))(jitted, X)
-  np.testing.assert_allclose(loss, expected, rtol=1e-3)
   assert model.dropout.rngs.count[...] == 1
-  assert set(values(model)) == set(values(jitted))
-  assert model.norm.mean[...].any()
 
 
 @pytest.mark.parametrize("get_fun", [lambda x: x, lambda x: x.__call__])
 def test_a_model_or_a_method_of_it_counts_as_an_argument(get_fun):
-  model, other = make(), make()
+  model = nnx.BatchNorm(3, momentum=0.5, rngs=nnx.Rngs(0))
 
-  def outside(model, x):
-    mixed = ols.nnx.autocast(get_fun(model), "O1")
-    return jnp.mean((mixed(x, train=True) - 1.0) ** 2)
+  def loss_fn(model, x):
+    return jnp.sum(ols.nnx.autocast(get_fun(model), "O1")(x) * x)
 
-  loss, grads = nnx.jit(nnx.value_and_grad(outside))(model, X)
-  expected, gradients = nnx.jit(
-    nnx.value_and_grad(ols.nnx.autocast(loss_fn, "O1"))
-  )(other, X)
-  # The loss follows the last product, so it is in float32 either way.
-  assert loss == expected
-  support.assert_same_bits(values(grads), values(gradients))
-  support.assert_same_bits(values(model), values(other))
+  grads = nnx.grad(loss_fn)(model, X)
+  np.testing.assert_allclose(model.mean[...], X.mean(0) / 2, atol=1e-6)
+  np.testing.assert_allclose(grads["bias"][...], X.sum(0), rtol=1e-4)
 
 
 def test_a_variable_that_nothing_changes_is_not_set():
@@ -158,42 +138,23 @@ def test_what_a_call_makes_removes_or_replaces_is_so_afterwards():
   np.testing.assert_allclose(model.new[...], X @ X.T, atol=0.02)
 
 
-class Scoped(nnx.Module):
-  def __init__(self):
-    self.first = nnx.Linear(3, 3, use_bias=False, rngs=nnx.Rngs(0))
-    self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
-
-  @jax.named_scope("last")
-  def last(self, x):
-    return x @ jnp.ones((3, 1))
-
-  def __call__(self, x):
-    return jnp.sin(self.last(jnp.tanh(self.norm(self.first(x)))))
-
-
 def test_its_options_are_those_of_autocast():
   options = {
     "dtype": jnp.bfloat16,
     "overrides": {"last": jnp.float16},
     "operations": {"white": ["sin"], "black": ["tanh"]},
   }
-  graphdef, state = nnx.split(Scoped())
 
-  def forward(state, x):
-    model = nnx.merge(graphdef, state, copy=True)
-    return ols.nnx.autocast(model, "O1", **options)(x)
+  def forward(weight, x):
+    x = jnp.tanh(x @ weight)
+    return jnp.sin(jax.named_scope("last")(jnp.matmul)(x, weight))
 
-  found = [
-    (equation.primitive.name, equation.invars[0].aval.dtype.name)
-    for equation in jax.make_jaxpr(forward)(state, X).eqns
-    if equation.primitive.name in ("dot_general", "sin", "tanh")
+  mixed = ols.nnx.autocast(forward, "O1", **options)
+  assert dtypes_of("dot_general", mixed, jnp.eye(3), X) == [
+    *("bfloat16", "bfloat16", "float16", "float16")
   ]
-  assert found == [
-    ("dot_general", "bfloat16"),
-    ("tanh", "float32"),
-    ("dot_general", "float16"),
-    ("sin", "bfloat16"),
-  ]
+  assert dtypes_of("tanh", mixed, jnp.eye(3), X) == ["float32"]
+  assert dtypes_of("sin", mixed, jnp.eye(3), X) == ["bfloat16"]
 
 
 def test_one_inside_another_changes_the_model_once():

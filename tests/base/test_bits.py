@@ -9,7 +9,6 @@ import re
 import jax
 import jax.export
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -22,9 +21,8 @@ pytestmark = pytest.mark.usefixtures("full_compilation")
 
 # The largest magnitude in many arrays -----------------------------------------
 
-DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32)
 # Around a block of 32 * 16, a block of blocks, and the size of small arrays.
-SIZES = (1, 511, 512, 513, 4095, 4096, 4097, 16383, 16384, 16896, 40_001)
+SIZES = (1, 511, 513, 4095, 4096, 4097, 16384, 16896, 40_001)
 
 
 def every(dtype):
@@ -58,12 +56,12 @@ def take_for_an_accelerator(monkeypatch):
   )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_guarantee_5_amax_nan_and_inf_are_seen_wherever_they_are(amax, dtype):
   rng = np.random.default_rng(1)
   for size in SIZES:
     x = rng.uniform(-1, 1, size).astype(dtype)
-    for place in {0, size // 2, size - 1, *rng.integers(size, size=4)}:
+    for place in {0, size - 1, *rng.integers(size, size=2)}:
       for value in (-3.0, -np.inf, np.nan):
         changed = x.copy()
         changed[place] = value
@@ -72,7 +70,8 @@ def test_guarantee_5_amax_nan_and_inf_are_seen_wherever_they_are(amax, dtype):
 
 
 def test_every_value_of_a_narrow_dtype_is_its_own_amax(amax):
-  for dtype in (np.float16, *map(jnp.dtype, support.FLOAT8)):
+  names = "float16", "bfloat16", *support.FLOAT8
+  for dtype in map(jnp.dtype, names):
     values = every(dtype)
     found = jax.vmap(lambda x: amax([x]))(jnp.asarray(values))
     assert found.dtype == _bits.carrier(dtype)
@@ -81,28 +80,17 @@ def test_every_value_of_a_narrow_dtype_is_its_own_amax(amax):
     )
 
 
-def test_nan_is_told_from_inf_beside_it(amax):
-  x = np.full(40_000, np.inf, np.float32)
-  x[20_001] = np.nan
-  assert np.isnan(amax([jnp.asarray(x)]))
-
-
 def test_every_array_counts_and_empty_ones_do_not(amax):
   # More of one size than share a kernel, and others of all sizes.
   sizes = *[5000] * 10, *[65_536] * 2, 0, 7, 600, 1
   for largest, size in enumerate(sizes):
     arrays = [np.zeros((size, 1), np.float32) for size in sizes]
-    arrays[largest][-1:] = 2.0
+    arrays[largest][-1:] = -2.0
     expected = 2.0 if size else 0.0
     assert amax([jnp.asarray(x) for x in arrays]) == expected, largest
   assert amax([jnp.zeros((0, 3)), jnp.zeros(0)]) == 0
-
-
-def test_arrays_of_any_rank_are_read_whole(amax):
-  for shape in ((), (3, 5, 7), (64, 2, 300), (1, 50_000)):
-    x = np.zeros(shape, np.float16)
-    x[tuple(n - 1 for n in shape)] = -0.5
-    assert amax([jnp.asarray(x)]) == 0.5
+  assert np.isnan(amax([jnp.full(40_000, jnp.inf).at[20_001].set(jnp.nan)]))
+  assert amax([jnp.zeros((64, 2, 300)).at[63, 1, 299].set(-0.5)]) == 0.5
 
 
 def test_subnormals_and_zeros_are_kept_apart(amax):
@@ -110,13 +98,6 @@ def test_subnormals_and_zeros_are_kept_apart(amax):
   assert amax([jnp.zeros(5000)]) == 0
   bits = np.asarray(amax([jnp.full(5000, -smallest)])).view(np.uint32)
   assert bits == 1
-
-
-def test_amax_under_vmap_is_that_of_each_row(amax):
-  x = np.random.default_rng(2).normal(size=(3, 5000)).astype(np.float32)
-  x[1, 4999] = np.nan
-  rows = jax.vmap(lambda row: amax([row, row[:9]]))(jnp.asarray(x))
-  np.testing.assert_array_equal(rows, np.max(np.abs(x), axis=1))
 
 
 @pytest.mark.parametrize(
@@ -135,18 +116,20 @@ def test_arrays_of_a_mesh_are_read_in_their_own_shape(devices, axis_type):
 
 
 def reductions(arrays, platform):
-  """Returns the shapes that amax reduces, compiled for a platform."""
+  """Returns the shapes that amax reduces on a platform, and over what axes."""
   traced = jax.jit(lambda arrays: _bits.amax(arrays)).trace(arrays)
   text = traced.lower(lowering_platforms=(platform,)).as_text()
-  return re.findall(r"stablehlo.reduce.*: \(tensor<(\w+)xui", text)
+  found = re.findall(r"dimensions = \[([\d, ]+)\] : \(tensor<(\w+)xui", text)
+  return [f"{shape} over {axes}" for axes, shape in found]
 
 
 def test_the_platform_that_is_compiled_for_decides(monkeypatch):
   arrays = [jnp.ones((64, 200))]
   for default in ("cpu", "gpu"):
     monkeypatch.setattr(jax, "default_backend", lambda default=default: default)
-    assert "64x200" in reductions(arrays, "cuda")
-    assert "25x32x16" in reductions(arrays, "cpu")
+    assert "64x200 over 0, 1" in reductions(arrays, "cuda")
+    # The CPU's vectors hold the last axis.
+    assert "25x32x16 over 1" in reductions(arrays, "cpu")
 
 
 def test_an_accelerator_reads_arrays_of_one_shape_together(monkeypatch):
@@ -216,12 +199,12 @@ def test_one_array_of_a_mesh_is_enough_to_reshape_none(sharded):
   arrays[sharded] = jax.device_put(
     arrays[sharded], jax.NamedSharding(mesh, jax.P("data"))
   )
-  assert reductions(arrays, "cpu") == ["64x200", "64x200", "2"]
+  of_each = "64x200 over 0, 1"
+  assert reductions(arrays, "cpu") == [of_each, of_each, "2 over 0"]
 
 
 def test_nothing_to_group_needs_no_second_program():
-  for arrays in ([jnp.ones(())] * 3, [jnp.ones(()), jnp.zeros(())]):
-    assert "cond" not in str(jax.make_jaxpr(_bits.amax)(arrays))
+  assert "cond" not in str(jax.make_jaxpr(_bits.amax)([jnp.ones(())] * 3))
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
@@ -357,15 +340,7 @@ def test_a_float64_is_rounded_once():
   np.testing.assert_array_equal(np.signbit(found), np.signbit(x))
 
 
-@pytest.mark.parametrize("name", ["float16", "float8_e4m3fn"])
-def test_rounding_makes_no_inf_or_nan_on_the_way(name):
-  x = jnp.float32([0.0, 1.0, 1e-9, 2.0**-9])
-  with jax.debug_nans(True), jax.debug_infs(True):
-    found = _bits.rounded(x, name)
-  np.testing.assert_array_equal(found, np.float32(cast(np.array(x), name)))
-
-
-@pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e5m2"])
+@pytest.mark.parametrize("name", ["float16", "float8_e5m2"])
 def test_a_rounding_survives_where_casts_are_removed(name):
   x = between(name, np.float32)[::7]
 
@@ -380,7 +355,7 @@ def test_a_rounding_survives_where_casts_are_removed(name):
   np.testing.assert_array_equal(found[is_number], expected[is_number])
 
 
-@pytest.mark.parametrize("value", [1e-7, 1e-5, 1.0, 70_000.0])
+@pytest.mark.parametrize("value", [1e-7, 70_000.0])
 def test_the_derivative_of_a_rounding_is_that_of_a_cast(value):
   for derivative in (jax.grad, jax.jacfwd):
     found = derivative(lambda x: _bits.rounded(x, jnp.float16))(value)

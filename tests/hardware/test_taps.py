@@ -57,16 +57,15 @@ def test_values_and_their_gradients_pass_unchanged(name):
 # Measurements -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_the_amax_is_the_largest_magnitude_or_inf_or_nan(dtype):
+def test_the_amax_is_the_largest_magnitude_or_inf_or_nan():
   for factors, expected in (
     ([1.0, -3.0, 2.0], 3),
     ([1.0, -np.inf, 2.0], np.inf),
     ([np.nan, np.inf, 2.0], np.nan),
   ):
-    factors = jnp.asarray(factors, dtype)
+    factors = jnp.asarray(factors, jnp.bfloat16)
     loss = functools.partial(tapped_loss, amax_tap, factors=factors)
-    found = measure(loss, jnp.ones(3, dtype))
+    found = measure(loss, jnp.ones(3, jnp.bfloat16))
     chex.assert_type(found, jnp.float32)
     np.testing.assert_array_equal(found, expected)
 
@@ -75,11 +74,8 @@ def test_the_amax_is_the_largest_magnitude_or_inf_or_nan(dtype):
 # 1, 65503, 65504, 70000, NaN.
 CHECKS = {
   "saturated()": (ols.saturated(), HALF, 4),
-  "saturated(float16)": (ols.saturated(HALF), HALF, 4),
   "nonfinite()": (ols.nonfinite(), HALF, 2),
-  "saturated(float8_e5m2)": (ols.saturated(jnp.float8_e5m2), HALF, 4),
   "saturated(float16) of float32": (ols.saturated(HALF), jnp.float32, 3),
-  "nonfinite(float16) of float32": (ols.nonfinite(HALF), jnp.float32, 2),
   "nonfinite(float16) of bfloat16": (ols.nonfinite(HALF), jnp.bfloat16, 4),
   "saturated() of float32": (ols.saturated(), jnp.float32, 1),
 }
@@ -136,7 +132,6 @@ SHARING = {
 def test_taps_that_share_a_measurement_add_up(sharing, name):
   tap, once = TAPS[name]
   loss = SHARING[sharing](functools.partial(tapped_loss, tap))
-  assert measure(loss) == 5 * once
   assert measure(jax.checkpoint(loss)) == 5 * once
 
 
@@ -252,22 +247,17 @@ def test_a_sharded_array_is_measured_once(axis_type, name):
 
 
 @each_tap
-@pytest.mark.parametrize(
-  "zero", [0.0, jnp.zeros(2), jnp.zeros((), HALF), jnp.zeros((), int)], ids=str
-)
-def test_a_measurement_that_is_no_float32_number_is_refused(zero, name):
+def test_a_measurement_that_is_no_float32_number_is_refused(name):
   argument = {"amax_tap": "amax", "status_tap": "status"}[name]
-  with pytest.raises(TypeError, match=f"`{argument}` must be float32"):
-    TAPS[name][0](X, zero)
+  for zero in (0.0, jnp.zeros(2), jnp.zeros((), HALF)):
+    with pytest.raises(TypeError, match=f"`{argument}` must be float32"):
+      TAPS[name][0](X, zero)
 
 
-@pytest.mark.parametrize("check", ["saturated", None, ols.saturated])
-def test_anything_but_a_check_is_refused(check):
-  with pytest.raises(TypeError, match="`check` must be made by nonfinite"):
-    status_tap(X, ZERO, check=check)
-
-
-@pytest.mark.parametrize("dtype", [{"w": HALF}, lambda path: HALF, [HALF]])
-def test_a_check_for_several_dtypes_is_refused(dtype):
-  with pytest.raises(TypeError, match="`check` must be for one dtype"):
-    status_tap(X, ZERO, check=ols.saturated(dtype))
+def test_anything_but_a_check_for_one_dtype_is_refused():
+  for check in ("saturated", None, ols.saturated):
+    with pytest.raises(TypeError, match="`check` must be made by nonfinite"):
+      status_tap(X, ZERO, check=check)
+  for dtype in ({"w": HALF}, lambda path: HALF, [HALF]):
+    with pytest.raises(TypeError, match="`check` must be for one dtype"):
+      status_tap(X, ZERO, check=ols.saturated(dtype))

@@ -141,19 +141,6 @@ def test_under_vmap_each_example_counts_for_itself():
   np.testing.assert_array_equal(result, jax.vmap(function)(limits))
 
 
-def test_a_loop_over_a_batch_keeps_examples_that_have_finished():
-  def loop(limit, key):
-    return lax.while_loop(
-      lambda state: state[0] < limit,
-      lambda state: (state[0] + 1, jax.random.split(state[1])[0]),
-      (0, key),
-    )
-
-  args = jnp.array([0, 1, 3]), jax.random.split(jax.random.key(0), 3)
-  result, _ = count_sines(jax.vmap(loop))(*args)
-  support.assert_same_bits(result, jax.vmap(loop)(*args))
-
-
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_the_branch_for_a_platform_depends_on_the_compilation(platform):
   def function(x):

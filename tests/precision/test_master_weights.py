@@ -71,10 +71,6 @@ def run(tx, params, gradients):
   return every_params, every_master, state
 
 
-def repeat(gradients, steps):
-  return jax.tree.map(lambda x: jnp.repeat(x[None], steps, axis=0), gradients)
-
-
 def normal_gradients(params, steps):
   """Returns float16 gradients like the parameters, with steps in front."""
   rng = np.random.default_rng(0)
@@ -101,24 +97,6 @@ def recording(calls):
     return updates, state
 
   return optax.GradientTransformationExtraArgs(init, update)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_parameters_are_the_rounded_master(dtype):
-  params = some_params(dtype)
-  gradients = normal_gradients(params, 30)
-  every, masters, _ = run(
-    ols.master_weights(optax.sgd(1e-3)), params, gradients
-  )
-  sums = np.cumsum(np.float64(gradients), axis=0)
-  true = np.float64(params) - 1e-3 * sums
-  np.testing.assert_allclose(masters, true, atol=1e-6)
-  rounded = np.asarray(masters).astype(dtype)
-  # Values near a tie, and those after a large change, may be rounded to the
-  # other side.
-  assert np.mean(rounded != np.asarray(every)) < 0.01
-  apart = np.abs(rounded.view(np.int16) - np.asarray(every).view(np.int16))
-  assert np.max(np.where(rounded * np.asarray(every) > 0, apart, 0)) <= 2
 
 
 def test_inside_and_outside_are_the_same_bit_for_bit():
@@ -221,22 +199,14 @@ def test_leaves_that_are_no_real_numbers_have_no_master(position):
 
 
 def test_parameters_without_a_gradient_need_not_be_arrays():
-  params = {"weight": jnp.ones(1, jnp.float16), "activation": jax.nn.relu}
-  tx = MASTER
-  state = tx.init({**params, "activation": None})
-  gradients = {"weight": jnp.ones(1, jnp.float16), "activation": None}
-  updates, _ = tx.update(gradients, state, params)
-  assert updates["activation"] is None
+  half = jnp.ones(1, jnp.float16)
+  params = {"weight": half, "frozen": half, "activation": jax.nn.relu}
+  state = MASTER.init({**params, "activation": None})
+  gradients = {"weight": half, "frozen": None, "activation": None}
+  updates, state = MASTER.update(gradients, state, params)
+  assert updates["activation"] is updates["frozen"] is None
   assert updates["weight"] == -1
-
-
-def test_a_parameter_whose_gradient_is_none_keeps_its_master():
-  params = {"moving": jnp.ones(1, jnp.float16), "frozen": jnp.ones(1)}
-  tx = MASTER
-  gradients = {"moving": jnp.ones(1, jnp.float16), "frozen": None}
-  updates, state = tx.update(gradients, tx.init(params), params)
-  assert updates["frozen"] is None
-  assert (state.master["frozen"], state.master["moving"]) == (1.0, 0.0)
+  assert (state.master["frozen"], state.master["weight"]) == (1.0, 0.0)
 
 
 @each_position
@@ -271,23 +241,22 @@ def test_a_neighbor_of_loss_scaling_sees_fp8_collections_from_the_start():
   assert all(len(jax.tree.leaves(call[1])) == 2 for call in calls[-2:])
 
 
-@pytest.mark.parametrize("init", ["eager", "jit"])
-def test_parameters_and_state_can_be_donated(init):
+def test_parameters_and_state_can_be_donated():
   # Schedule-free keeps the parameters that it was given.
   tx = ols.master_weights(optax.contrib.schedule_free_sgd(0.5))
   params = {"single": jnp.ones(4), "half": jnp.ones(4, jnp.float16)}
-  state = (jax.jit(tx.init) if init == "jit" else tx.init)(params)
+  state = tx.init(params)
   step = jax.jit(functools.partial(take_step, tx), donate_argnums=(0, 1))
   for _ in range(2):
     params, state = step(params, state, {"single": 1.0, "half": 1.0})
   assert master_of(state)["half"].dtype == jnp.float32
 
 
-def small_steps(tx, labels=("a", "b")):
+def small_steps(tx):
   """Returns how many of 64 small updates arrived, for each parameter."""
-  params = {name: jnp.ones(1, jnp.float16) for name in labels}
-  gradients = jax.tree.map(lambda x: x * SMALL, params)
-  every, _, _ = run(tx, params, repeat(gradients, 64))
+  params = {name: jnp.ones(1, jnp.float16) for name in ("a", "b")}
+  gradients = jax.tree.map(lambda x: jnp.full((64, 1), SMALL, x.dtype), params)
+  every, _, _ = run(tx, params, gradients)
   return {
     name: float((1 - np.float64(x[-1, 0])) / SMALL) for name, x in every.items()
   }
@@ -299,13 +268,8 @@ FROZEN = optax.set_to_zero()
 
 PROGRAMS = {
   "outside": (ols.master_weights(ols.loss_scaling(SGD, RULE)), (64, 64)),
-  "chain": (optax.chain(optax.clip(1.0), MASTER), (64, 64)),
   "accumulation inside": (
     ols.loss_scaling(ols.master_weights(optax.MultiSteps(SGD, 2)), RULE),
-    (32, 32),
-  ),
-  "accumulation outside": (
-    ols.loss_scaling(optax.MultiSteps(MASTER, 2), RULE),
     (32, 32),
   ),
   "one group": (
@@ -339,9 +303,8 @@ def test_groups_that_scale_on_their_own_skip_on_their_own():
   assert (state.master["a"], state.master["b"]) == (1.0, 1 - 2.0**-10)
 
 
-@each_position
-def test_one_compilation_and_no_weak_types(position):
-  tx = POSITIONS[position](optax.sgd(1e-2, momentum=0.9))
+def test_one_compilation_and_no_weak_types():
+  tx = POSITIONS["inside"](optax.sgd(1e-2, momentum=0.9))
 
   @jax.jit
   @chex.assert_max_traces(n=1)
@@ -367,25 +330,6 @@ def test_init_works_on_shapes_alone():
     master = master_of(state)["half"]
     assert (master.shape, master.dtype) == ((3,), jnp.float32)
     assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
-
-
-def test_parameters_that_differ_by_device_have_masters_that_do():
-  tx = POSITIONS["outside"](SGD)
-
-  def train(params, gradients):
-    # Each device has a model and a state of its own.
-    state = ols.make_varying(tx.init(params), "data")
-    for _ in range(2):
-      params, state = take_step(tx, params, state, gradients)
-    return params, master_of(state)
-
-  gradients = jnp.arange(8, dtype=jnp.float16) * 4 * SMALL
-  params, masters = jax.jit(support.on_each_device(train, support.SPREAD))(
-    jnp.ones(8, jnp.float16), gradients
-  )
-  true = 1 - 8 * SMALL * np.arange(8)
-  np.testing.assert_array_equal(masters, true)
-  np.testing.assert_array_equal(params, true.astype(np.float16))
 
 
 @pytest.mark.slow

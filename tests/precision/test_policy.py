@@ -28,10 +28,9 @@ MIXED = ols.Policy(F32, F16, F32)
 # Strings of jmp, which is the authority.
 OF_JMP = (
   *("f16", "float16", "bf16", "bfloat16", "f32", "full", "float32", "f64"),
-  *("float64", "half", "p=f16", "c=f16", "o=f16", "p=bf16,c=f32"),
-  *("params=float32,compute=float16,output=float32", "p=f32,c=f16,o=f32"),
-  *("params=f32,c=half,output=float32", "p=full,c=bf16,o=full"),
-  *("p=bf16,o=f32", "c=bfloat16,o=full", "o=full,c=bfloat16,p=f64"),
+  *("float64", "half", "p=f16", "c=f16", "o=f16", "p=f32,c=f16,o=f32"),
+  *("params=float32,compute=float16,output=float32", "p=bf16,o=f32"),
+  *("params=f32,c=half,output=float32", "o=full,c=bfloat16,p=f64"),
 )
 
 
@@ -157,17 +156,13 @@ def test_real_floating_arrays_are_cast(cast, dtype):
 
 OTHERS = {
   "integer": jnp.arange(2),
-  "int4": jnp.ones(2, jnp.int4),
   "bool": np.ones(2, bool),
   "complex": jnp.ones(2, jnp.complex64),
   "key": jax.random.key(0),
-  "legacy_key": jax.random.PRNGKey(0),
   "float0": np.zeros(2, jax.dtypes.float0),
   "None": None,
-  "int": 3,
   "float": 3.0,
   "string": "adam",
-  "strings": np.array(["adam"]),
   "function": jnp.tanh,
   "_overwrite_with_gradient": {"scale": jnp.ones(2)},
 }
@@ -226,10 +221,8 @@ def in_policy(policy):
   [
     ("mixed_float16", [F16, F16, F32]),
     ("mixed_bfloat16", [BF16, BF16, F32]),
-    ("allow_fp32_to_fp16", [F16, F32, F32]),
     ("O0", [F32, F32, F32]),
     ("params=float32,compute=float16,output=float32", [F16, F16, F16]),
-    ("force_fp32", [F32, F32, F32]),
     ("origin", [F32, F32, F32]),
   ],
 )
@@ -246,9 +239,7 @@ def test_a_function_computes_in_the_policy(policy, expected):
   [
     ("float16", F16),
     ("c=f16,o=bf16", BF16),
-    ("c=f16,o=none", F16),
     ("c=f16,o=none,level=O1", F32),
-    ("c=bf16,o=f16,level=O2", F16),
     ("c=none,o=f16", F16),
     ("o=f16,level=O0", F16),
   ],
@@ -272,13 +263,12 @@ class Box:
   value: object
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "c=f16,o=f32"])
-def test_a_change_in_place_is_an_error(policy):
+def test_a_change_in_place_is_an_error():
   def count(model, x):
     model.value.value = model.value.value + jnp.sum(x)
     return x
 
-  function = ols.get_policy(policy).autocast(count)
+  function = ols.get_policy("c=f16,o=f32").autocast(count)
   with pytest.raises(ValueError, match="must not change .* in place.*value"):
     function(Box(Box(jnp.zeros(()))), X)
 
@@ -292,14 +282,10 @@ def test_without_a_cast_a_change_in_place_is_kept():
   assert model.value.value == 1
 
 
-def test_a_function_in_a_policy_keeps_its_name():
+def test_only_functions_can_be_in_a_policy():
   assert MIXED.autocast(two_layers).__name__ == "two_layers"
-
-
-@pytest.mark.parametrize("policy", [MIXED, ols.get_policy("O1")], ids=str)
-def test_only_functions_can_be_in_a_policy(policy):
   with pytest.raises(TypeError, match="`fun` must be a function, got dict"):
-    policy.autocast(PARAMS)
+    MIXED.autocast(PARAMS)
 
 
 @pytest.mark.parametrize(
@@ -309,8 +295,6 @@ def test_only_functions_can_be_in_a_policy(policy):
     ((F32, jnp.int8, F32), TypeError, "`compute_dtype` must be .* got int8"),
     ((F32, F32, jnp.complex64), TypeError, "`output_dtype` .* got complex64"),
     ((F32, "f16", F32), TypeError, "its full name, .* got 'f16'"),
-    ((F32, 16, F32), TypeError, "got 16"),
-    ((F32, jnp.ones(2), F32), TypeError, "got Array"),
   ],
 )
 def test_a_field_must_be_a_floating_point_dtype(arguments, error, message):
@@ -324,7 +308,7 @@ def test_a_level_needs_float16_or_bfloat16(dtype):
     ols.Policy(F32, dtype, F32, level="O1")
 
 
-@pytest.mark.parametrize("level", ["O4", "o1", "", 1])
+@pytest.mark.parametrize("level", ["O4", 1])
 def test_an_unknown_level_is_an_error(level):
   with pytest.raises(ValueError, match="`level` must be one of O0, .* got "):
     ols.Policy(F32, F16, F32, level=level)
@@ -335,9 +319,6 @@ def test_an_unknown_level_is_an_error(level):
   [
     ("", "got ''. The names are O0, "),
     ("o1", "got 'o1'; did you mean 'O1'? The names are "),
-    ("Mixed_Float16", "did you mean 'mixed_float16' or "),
-    ("fp32", "did you mean 'f32'"),
-    ("int8", "got 'int8'"),
     ("p:f16,c:f16", "got 'p:f16,c:f16'"),
     ("p=f16;c=f16", "with a comma between"),
     ("p=f16=f16", "got 'p=f16=f16' in 'p=f16=f16'"),
@@ -347,7 +328,6 @@ def test_an_unknown_level_is_an_error(level):
     ("p=f32,params=f16", "got a second 'params'"),
     ("c=", "must have a dtype for 'compute', one of half, float16, "),
     ("c=fp16", "got 'fp16' in 'c=fp16'; did you mean 'f16'"),
-    ("c=float16,level=o1", "`level` must be one of O0, "),
     ("p=f32,level=O1", "`compute_dtype` must be float16 or bfloat16 at level"),
     ("level=O4", "`level` must be one of O0, "),
   ],
@@ -358,12 +338,10 @@ def test_an_unknown_string_is_an_error_that_helps(string, message):
   assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-  "policy", [None, 16, jnp.float16, ("f32", "f16"), jmp.Policy]
-)
-def test_an_object_without_the_dtypes_is_an_error(policy):
-  with pytest.raises(TypeError, match="`policy` must be a string, a Policy"):
-    ols.get_policy(policy)
+def test_an_object_without_the_dtypes_is_an_error():
+  for policy in (None, jnp.float16, ("f32", "f16"), jmp.Policy):
+    with pytest.raises(TypeError, match="`policy` must be a string, a Policy"):
+      ols.get_policy(policy)
 
 
 def test_a_policy_of_jmp_with_integers_is_an_error():

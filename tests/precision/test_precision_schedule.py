@@ -4,17 +4,9 @@ import copy
 import dataclasses
 import fractions
 import functools
-import inspect
-import io
 import math
-import pickle
 from typing import NamedTuple
 
-import flax.serialization
-from hypothesis import example
-from hypothesis import given
-from hypothesis import settings
-from hypothesis import strategies as st
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -24,7 +16,6 @@ import pytest
 
 import optax_lossscale as ols
 from tests import support
-from tests.reference import ascend
 from tests.support import describe
 from tests.support import same_bits
 
@@ -51,7 +42,7 @@ BATCHES = {
   "-1/4": Batch(-0.25),
   "loss at the target": Batch(0.0, offset=0.5),
   "loss of zero": Batch(0.0, offset=-1.0),
-  "loss below the target, gradient NaN": Batch(0.0, offset=0.5, root=0.0),
+  "low, NaN gradient": Batch(0.0, offset=0.5, root=0.0),
   "inf": Batch(INF),
   "NaN": Batch(NAN),
 }
@@ -61,7 +52,6 @@ SCHEDULES = {
   "by steps in float16": ols.PrecisionSchedule(F16, until_step=3),
   "by steps in bfloat16": ols.PrecisionSchedule(BF16, until_step=3),
   "by loss in float16": ols.PrecisionSchedule(F16, until_loss=TARGET),
-  "by loss in bfloat16": ols.PrecisionSchedule(BF16, until_loss=TARGET),
   "by hand": ols.PrecisionSchedule(F16, until_step=3),
 }
 # S reaches the largest power of two in float16 after two clean steps.
@@ -158,174 +148,111 @@ class Model:
     }
 
 
-def through_flax(state):
-  return flax.serialization.from_bytes(
-    state, flax.serialization.to_bytes(state)
-  )
-
-
-def through_numpy(state):
-  leaves, structure = jax.tree.flatten(state)
-  file = io.BytesIO()
-  np.savez(file, *leaves)
-  file.seek(0)
-  return jax.tree.unflatten(structure, np.load(file).values())
-
-
-ROUND_TRIPS = {
-  "pickle": lambda state: pickle.loads(pickle.dumps(state)),
-  "flax": through_flax,
-  "numpy": through_numpy,
-}
-four_batches = st.lists(st.sampled_from(list(BATCHES)), min_size=4, max_size=4)
+# Batches of trainings that overflow, reach the target, or meet a NaN, early and
+# late, and of some drawn ones.
+TRAININGS = [
+  ["1", "2", "1", "1", "1", "2", "NaN", "-1/4"],
+  ["1", "1", "1", "1", "loss at the target", "2", "inf", "1"],
+  ["inf", "loss of zero", "2", "NaN", "-1/4", "2", "2", "2"],
+  [
+    "low, NaN gradient",
+    "1",
+    "2",
+    "1",
+    "1",
+    "NaN",
+    "1",
+    "inf",
+  ],
+  *np.random.default_rng(0).choice(list(BATCHES), (20, 8)).tolist(),
+]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@given(four_batches, st.sampled_from(list(ROUND_TRIPS)), four_batches)
-@settings(max_examples=40)
-@example(["1", "2", "1", "1"], "flax", ["1", "2", "NaN", "-1/4"])
-@example(["1"] * 4, "flax", ["loss at the target", "2", "inf", "1"])
-def test_a_training_is_that_of_the_model_before_and_after_a_checkpoint(
-  name, first, round_trip, second
-):
-  run, model, carry = compiled(name), Model(SCHEDULES[name]), start(name)
-  for names in (first, second):
+def test_a_training_is_that_of_the_model(name):
+  run = compiled(name)
+  for names in TRAININGS:
+    model, carry = Model(SCHEDULES[name]), start(name)
     batches = [BATCHES[x] for x in names]
     stacked = jax.tree.map(lambda *x: jnp.asarray(x, jnp.float32), *batches)
-    carry, seen = run(carry, stacked)
+    _, seen = run(carry, stacked)
     expected = [model.step(batch) for batch in batches]
     for key, values in jax.device_get(seen).items():
       want = np.asarray([x[key] for x in expected], values.dtype)
       np.testing.assert_array_equal(values, want, err_msg=key)
-    loaded = ROUND_TRIPS[round_trip](carry)
-    assert same_bits(loaded, carry)
-    carry = jax.tree.map(jnp.asarray, loaded)
   assert run._cache_size() == 1
-
-
-def test_each_of_several_seeds_switches_at_its_own_time():
-  schedule = SCHEDULES["by loss in float16"]
-  step = jax.vmap(schedule.make_train_step(loss_fn, TX))
-  carry = jax.tree.map(lambda x: jnp.stack([x, x]), start("by loss in float16"))
-  batch = Batch(jnp.zeros(2), jnp.array([0.5, 0.75]), jnp.ones(2))
-  *_, state, losses = jax.jit(step)(*carry, batch)
-  np.testing.assert_array_equal(losses, [1.5, 1.75])
-  np.testing.assert_array_equal(state.low, [False, True])
-
-
-def test_a_train_step_also_runs_operation_by_operation():
-  schedule = ols.PrecisionSchedule(F16, until_step=1)
-  step, model = schedule.make_train_step(loss_fn, TX), Model(schedule)
-  carry = (*start("by steps in float16")[:2], schedule.init())
-  for batch in (Batch(1.0), Batch(2.0)):
-    *carry, loss = step(*carry, jax.tree.map(jnp.asarray, batch))
-    expected = model.step(batch)
-    assert loss == expected["loss"]
-    assert carry[0] == expected["weight"]
-  assert not carry[2].low
 
 
 # Numbers of every type, next to the limit.
 
-INTEGERS = (
-  *(jnp.int8, jnp.uint8, jnp.int16, jnp.uint16, jnp.int32, jnp.uint32),
-  *(np.int8, np.uint16, np.int64, np.uint64, np.asarray, int, jnp.int64),
-)
-limits = st.one_of(
-  st.integers(0, 300),
-  st.builds(
-    lambda bits, offset: 2**bits + offset,
-    st.sampled_from([7, 8, 15, 16, 31, 32, 62, 70]),
-    st.integers(-2, 2),
-  ),
-)
 
-
-def assert_switches(schedule, update, kind, number, expected, **later):
+def assert_switches(schedule, update, number, expected, **later):
   """Asserts what an update with a number does, and that it is final.
 
   Args:
     schedule: a precision schedule.
     update: its `update`, perhaps jitted.
-    kind: the number's type.
-    number: an integer or a float.
+    number: an integer or a float of any type.
     expected: whether the schedule is low after it.
     **later: what the schedule is updated with next, which must not matter.
   """
-  x64 = kind in (jnp.int64, jnp.float64)
   (name,) = later
   first = schedule.init()
-  with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
-    state = update(first, **{name: kind(number)})
+  with jax.numpy_dtype_promotion("strict"):
+    state = update(first, **{name: number})
     assert describe(state) == describe(first)
-    assert bool(state.low) == expected
+    assert bool(state.low) == expected, number
     assert schedule.update(state, **later).low == state.low
-  if name == "step":
-    assert state.steps == min(number, LARGEST_INT32)
-  else:
-    assert state.steps == 0
+  steps = min(int(number), LARGEST_INT32) if name == "step" else 0
+  assert state.steps == steps
 
 
-def integer_near(limit, kind, offset):
-  """Returns the integer that is nearest to `limit + offset` in a type."""
-  largest = 2**70
-  if kind is np.asarray:
-    kind = np.int64
-  if kind is not int:
-    largest = int(jnp.iinfo(kind).max)
-  return max(0, min(limit + offset, largest))
+LIMITS = (0, 1, 127, 128, 255, 270, 2**31 - 1, 2**31, 2**32, 2**63, 2**70)
+INTEGERS = (jnp.int8, jnp.uint8, jnp.int32, jnp.uint32, jnp.int64)
+INTEGERS += (np.int8, np.uint64, np.asarray, int)
 
 
-@given(limits, st.sampled_from(INTEGERS), st.integers(-2, 2))
-@settings(max_examples=150)
-@example(270, jnp.uint8, 0)  # In eight bits, 270 is 14.
-@example(2**31, jnp.uint32, 0)
-@example(2**40, jnp.int64, 0)
-def test_a_step_of_any_type_switches_at_the_limit(limit, kind, offset):
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_a_step_of_any_type_switches_at_the_limit(kind):
+  with jax.enable_x64(kind is jnp.int64):
+    largest = 2**80
+    if kind is not int:
+      largest = int(jnp.iinfo(np.int64 if kind is np.asarray else kind).max)
+    for limit in LIMITS:
+      schedule = ols.PrecisionSchedule(F16, until_step=limit)
+      assert schedule.init().low == (limit > 0)
+      for number in (limit - 1, limit, limit + 1):
+        number = max(0, min(number, largest))
+        assert_switches(
+          schedule, schedule.update, kind(number), number < limit, step=0
+        )
+
+
+@pytest.mark.parametrize("limit", [18, 270, 2**40])
+def test_a_traced_step_switches_at_the_limit(limit):
   schedule = ols.PrecisionSchedule(F16, until_step=limit)
-  number = integer_near(limit, kind, offset)
-  assert schedule.init().low == (limit > 0)
-  assert_switches(
-    schedule, schedule.update, kind, number, number < limit, step=0
-  )
+  update = jax.jit(schedule.update)
+  for kind in (jnp.uint8, jnp.int32):
+    for number in (limit - 1, limit, limit + 1):
+      number = min(number, int(jnp.iinfo(kind).max))
+      assert_switches(schedule, update, kind(number), number < limit, step=0)
+  for step in (-1, -(2**31)):
+    assert update(schedule.init(), step=jnp.int32(step)).low
 
 
-@given(limits, st.sampled_from(INTEGERS[:6]), st.integers(-2, 2))
-@settings(max_examples=12)
-def test_a_traced_step_switches_at_the_limit(limit, kind, offset):
-  schedule = ols.PrecisionSchedule(F16, until_step=limit)
-  number = integer_near(limit, kind, offset)
-  assert_switches(
-    schedule, jax.jit(schedule.update), kind, number, number < limit, step=0
-  )
-
-
-FLOATS = (
-  *(jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64),
-  *(np.float16, np.float32, np.float64, float, np.asarray),
-)
-targets = st.one_of(
-  st.fractions(fractions.Fraction(1, 1000), 70000),
-  st.floats(1e-30, 3.3e38),
-  st.builds(
-    lambda digits, exponent: float(f"{digits}e{exponent}"),
-    st.integers(1, 9999),
-    st.integers(-30, 34),
-  ),
-)
+TARGETS = (7.1, 7.455, 1e-30, 65504.5, 3.3e38, fractions.Fraction(1, 3))
+FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
+FLOATS += (np.float16, np.float64, float, np.asarray)
 SPECIAL = (NAN, -NAN, 0.0, -0.0, INF, -INF, -1.0)
 
 
-def loss_near(limit, kind, offset):
-  """Returns a float, so many numbers of its type from a limit."""
-  kind = np.float64 if kind in (float, np.asarray) else kind
-  dtype = np.dtype(kind)
+def losses_near(limit, kind):
+  """Returns the floats of a type that are next to a limit."""
+  dtype = np.dtype(np.float64 if kind in (float, np.asarray) else kind)
   with np.errstate(over="ignore", under="ignore"):
-    number = np.asarray(float(limit), np.float64).astype(dtype)
-    towards = np.asarray(INF if offset > 0 else -INF, dtype)
-    for _ in range(abs(offset)):
-      number = np.nextafter(number, towards)
-  return number[()]
+    number = np.asarray(float(limit)).astype(dtype)
+    below, above = (np.nextafter(number, dtype.type(x)) for x in (-INF, INF))
+  return [x[()] for x in (below, number, above)]
 
 
 def is_low_after(loss, target):
@@ -334,36 +261,21 @@ def is_low_after(loss, target):
   return not (loss != 0 and loss <= target)
 
 
-@given(
-  targets,
-  st.sampled_from(FLOATS),
-  st.one_of(st.integers(-3, 3), st.sampled_from(SPECIAL)),
-)
-@settings(max_examples=250)
-@example(7.1, np.float64, 0)
-@example(7.1, jnp.float64, 1)
-@example(3.3e38, jnp.float32, INF)
-def test_a_loss_of_any_type_switches_at_the_decimal_number(target, kind, loss):
-  schedule = ols.PrecisionSchedule(F16, until_loss=target)
-  # The decimal that Python writes for a float; no float is 7.1.
-  limit = target
-  if isinstance(target, float):
-    limit = fractions.Fraction(repr(target))
-  if isinstance(loss, int):
-    loss = loss_near(limit, kind, loss)
-  assert_switches(
-    schedule, schedule.update, kind, loss, is_low_after(loss, limit), loss=NAN
-  )
-
-
-@pytest.mark.parametrize("kind", [jnp.float16, jnp.float32, jnp.float64])
-def test_a_traced_loss_switches_at_the_decimal_number(kind):
-  schedule = ols.PrecisionSchedule(F16, until_loss=7.455)
-  update, limit = jax.jit(schedule.update), fractions.Fraction("7.455")
-  near = [loss_near(limit, kind, offset) for offset in range(-2, 3)]
-  for loss in (*near, *SPECIAL):
-    expected = is_low_after(loss, limit)
-    assert_switches(schedule, update, kind, loss, expected, loss=NAN)
+@pytest.mark.parametrize("kind", FLOATS)
+def test_a_loss_of_any_type_switches_at_the_decimal_number(kind):
+  with jax.enable_x64(kind is jnp.float64):
+    for target in TARGETS:
+      schedule = ols.PrecisionSchedule(F16, until_loss=target)
+      # The decimal that Python writes for a float; no float is 7.1.
+      is_float = isinstance(target, float)
+      limit = fractions.Fraction(repr(target)) if is_float else target
+      updates = [schedule.update]
+      if target == 7.455 and isinstance(kind(1), jax.Array):
+        updates.append(jax.jit(schedule.update))
+      for update in updates:
+        for loss in (*losses_near(limit, kind), *SPECIAL):
+          expected = is_low_after(loss, limit)
+          assert_switches(schedule, update, kind(loss), expected, loss=NAN)
 
 
 def test_a_python_integer_is_a_loss():
@@ -373,44 +285,20 @@ def test_a_python_integer_is_a_loss():
     assert lows == [True, True, False]
 
 
-def test_a_negative_traced_step_does_not_switch():
-  schedule = ols.PrecisionSchedule(F16, until_step=18)
-  for step in (-1, -(2**31)):
-    assert schedule.update(schedule.init(), step=jnp.int32(step)).low
-
-
-# The schedule that Ascend's text describes.
-
-
-@given(st.integers(0, 3000), st.integers(20, 90), st.integers(1, 40))
-@example(90, 70, 1)  # In floats, 90 * 0.7 is below 63.
-@example(20, 90, 4)
-@example(0, 20, 1)
-def test_the_steps_of_ascend_end_at_the_step_of_its_model(total, ratio, call):
-  arguments = f"fast|step|{ratio / 100}", total
+def test_the_limit_that_ascend_writes_is_an_exact_product():
   schedule = ols.presets.accelerate_train_mode(
-    arguments[0], total_steps=total, steps_per_call=call
+    "fast1|loss|1.05", target_loss=7.1
   )
-  for step in {0, schedule.until_step - 1, schedule.until_step} - {-1}:
-    model = ascend.AccelerateTrainMode(*arguments, steps_per_call=call)
-    assert model.check(step=step) == (step < schedule.until_step)
-
-
-@given(st.integers(101, 150), st.floats(1e-30, 1e30))
-@example(105, 7.1)
-def test_the_loss_of_ascend_is_the_exact_product_of_its_model(ratio, target):
-  text = f"fast1|loss|{ratio / 100}"
-  schedule = ols.presets.accelerate_train_mode(text, target_loss=target)
-  model = ascend.AccelerateTrainMode(text, target_loss=target)
-  assert schedule.until_loss == model.switch_loss
+  # In floats it is 7.455000000000001.
+  assert schedule.until_loss == fractions.Fraction("7.455")
 
 
 # The arguments.
 
 HALF = fractions.Fraction(1, 2)
-NOT_INTEGERS = (20.0, "20", True, np.bool_(True), np.float32(20), [20], HALF)
-NOT_NUMBERS = ("2.0", True, 1j, [2.0], np.ones(1), np.bool_(True))
-NOT_POSITIVE = (0, -0.0, -2.0, NAN, INF, -INF, 10**400, -HALF)
+NOT_INTEGERS = (20.0, "20", True, HALF)
+NOT_NUMBERS = ("2.0", True, 1j, np.ones(1))
+NOT_POSITIVE = (0, -2.0, NAN, INF, 10**400, -HALF)
 WRONG = [
   *[({"until_step": x}, TypeError, "an integer.*got") for x in NOT_INTEGERS],
   *[({"until_step": x}, ValueError, "not be neg.*got") for x in (-1, -(2**40))],
@@ -446,7 +334,6 @@ def test_a_wrong_argument_is_refused_by_its_name(arguments, error, message):
   ("until", "got"),
   [
     ({}, "neither"),
-    ({"until_step": None, "until_loss": None}, "neither"),
     ({"until_step": 0, "until_loss": 1.0}, "both"),
   ],
   ids=str,
@@ -454,19 +341,6 @@ def test_a_wrong_argument_is_refused_by_its_name(arguments, error, message):
 def test_exactly_one_end_of_the_low_part_must_be_given(until, got):
   with pytest.raises(ValueError, match=f"`until_step` or .*got {got}; pass"):
     ols.PrecisionSchedule(F16, **until)
-
-
-@pytest.mark.parametrize("name", ["until_step", "until_loss"])
-def test_an_argument_must_be_known_when_the_schedule_is_made(name):
-  with pytest.raises(TypeError, match=f"`{name}` "):
-    jax.jit(lambda x: ols.PrecisionSchedule(F16, **{name: x}) and 0)(2)
-
-
-def test_all_arguments_but_the_first_are_keyword_only():
-  for function in (ols.PrecisionSchedule, SCHEDULES["by hand"].update):
-    first, *others = inspect.signature(function).parameters.values()
-    assert first.kind == first.POSITIONAL_OR_KEYWORD
-    assert {other.kind for other in others} == {first.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize(
@@ -484,30 +358,23 @@ def test_the_attributes_are_exact_and_of_one_type(loss):
   assert schedule.allow_low_products is False
 
 
-DIFFERENT = [
-  (F16, {"until_step": 20}),
-  (BF16, {"until_step": 20}),
-  (F16, {"until_step": 21}),
-  (F16, {"until_step": 20, "allow_low_products": True}),
-  (F16, {"until_loss": 20}),
-  (BF16, {"until_loss": 20}),
-  (F16, {"until_loss": 20.5}),
-]
-
-
 def test_schedules_with_equal_arguments_are_one_static_argument():
+  options = [
+    {"until_step": 20},
+    {"until_step": 21},
+    {"until_step": 20, "allow_low_products": True},
+    {"until_loss": 20},
+  ]
   schedules, again = (
-    [ols.PrecisionSchedule(dtype, **options) for dtype, options in DIFFERENT]
-    for _ in range(2)
+    [ols.PrecisionSchedule(F16, **each) for each in options] for _ in range(2)
   )
-  copies = [*again, *map(copy.deepcopy, again)]
-  copies += map(pickle.loads, map(pickle.dumps, again))
-  assert {*schedules, *copies} == {*schedules}
-  assert len({*schedules}) == len({*map(repr, schedules)}) == len(DIFFERENT)
+  assert {*schedules, *again, *map(copy.deepcopy, again)} == {*schedules}
+  assert len({*schedules}) == len({*map(repr, schedules)}) == len(options)
+  assert ols.PrecisionSchedule(BF16, until_step=20) not in schedules
   init = jax.jit(lambda schedule: schedule.init(), static_argnums=0)
-  for schedule in (*schedules, *copies):
+  for schedule in (*schedules, *again):
     assert init(schedule).low
-  assert init._cache_size() == len(DIFFERENT)
+  assert init._cache_size() == len(options)
 
 
 # Updates.
@@ -518,9 +385,7 @@ def test_schedules_with_equal_arguments_are_one_static_argument():
   [
     ("step", {"loss": 0.0}, "loss"),
     ("step", {"step": 0, "loss": 0.0}, "loss"),
-    ("step", {"step": None, "loss": None}, "neither"),
     ("loss", {"step": 0}, "step"),
-    ("loss", {"step": 3, "loss": 1.0}, "step"),
     ("loss", {}, "neither"),
   ],
   ids=support.name,
@@ -531,12 +396,10 @@ def test_an_update_with_the_wrong_number_names_the_right_one(name, fed, got):
     schedule.update(schedule.init(), **fed)
 
 
-NO_SCALARS = ("1", 1j, [1], (1,), {}, b"1", np.ones(1, int), np.ones(0))
-BOOLS = (True, np.bool_(True), np.ones((), bool))
-TRACED = [
-  *(((), bool), ((), jnp.complex64), ((1,), jnp.int32), ((0,), jnp.float16)),
-]
-FLOATS_AS_STEPS = (1.0, np.float32(1), NAN, HALF, np.ones((), np.float32))
+NO_SCALARS = ("1", 1j, [1], np.ones(1, int))
+BOOLS = (True, np.ones((), bool))
+TRACED = [((), bool), ((), jnp.complex64), ((1,), jnp.int32)]
+FLOATS_AS_STEPS = (1.0, NAN, HALF, np.ones((), np.float32))
 
 
 @pytest.mark.parametrize(
@@ -568,18 +431,11 @@ def test_a_negative_step_is_an_error_where_it_is_known(step):
 def test_the_state_is_a_bool_and_an_int32_in_two_buffers():
   schedule = SCHEDULES["by hand"]
   first = schedule.init()
-  assert first._fields == ("low", "steps")
   assert [(x.shape, x.dtype) for x in first] == [((), bool), ((), jnp.int32)]
-  for x64 in (False, True):
-    with jax.enable_x64(x64):
-      for state in (
-        schedule.init(),
-        jax.jit(schedule.init)(),
-        schedule.update(first, step=2),
-        jax.jit(schedule.update)(first, step=2),
-      ):
-        assert describe(state) == describe(first)
-        assert all(isinstance(x, jax.Array) for x in state)
+  with jax.enable_x64(True):
+    for state in (schedule.init(), schedule.update(first, step=2)):
+      assert describe(state) == describe(first)
+      assert all(isinstance(x, jax.Array) for x in state)
   update = jax.jit(schedule.update, donate_argnums=0)
   assert not update(update(schedule.init(), step=1), step=9).low
 

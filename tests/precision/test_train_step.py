@@ -22,7 +22,6 @@ OVERWRITE = "_overwrite_with_gradient"
 
 BARE = optax.sgd(0.1, momentum=0.5)
 DTYPES = {"f16": jnp.float16, "bf16": jnp.bfloat16}
-each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
 def loss_fn(params, x, y):
@@ -41,15 +40,6 @@ def start(schedule=None, tx=None, params=PARAMS):
   return params, (tx or scaling()).init(params), (schedule or by_steps()).init()
 
 
-def run(step, state, steps):
-  """Returns the state after some steps, and the losses."""
-  step, losses = jax.jit(step), []
-  for _ in range(steps):
-    *state, loss = step(*state, X, Y)
-    losses.append(float(loss))
-  return state, losses
-
-
 def branches(step):
   """Returns the programs in full and in low precision, as text."""
   jaxpr = jax.make_jaxpr(step)(*start(), X, Y)
@@ -66,9 +56,9 @@ def branches(step):
 # Programs.
 
 
-@pytest.mark.parametrize(("short", "dtype"), DTYPES.items())
-def test_the_low_part_is_autocast_and_the_rest_is_as_written(short, dtype):
-  step = by_steps(dtype).make_train_step(loss_fn, scaling())
+@pytest.mark.parametrize("short", DTYPES)
+def test_the_low_part_is_autocast_and_the_rest_is_as_written(short):
+  step = by_steps(DTYPES[short]).make_train_step(loss_fn, scaling())
   full, low = branches(step)
   assert f"{short}[8,2] = dot_general" in low
   assert short not in full
@@ -98,18 +88,13 @@ def test_cast_lowers_the_low_part():
   assert "f32[8,2] = dot_general" in one
 
 
-@pytest.mark.parametrize(
-  ("cast", "error", "message"),
-  [
-    ("O2", TypeError, "`cast` must be a function, got str"),
-    (lambda f: ols.autocast(f, "O4"), ValueError, "`level` must be one of"),
-    (lambda f: ols.autocast(f, "O0"), ValueError, "`cast` must lower some"),
-  ],
-  ids=["name", "unknown level", "nothing lowered"],
-)
-def test_a_cast_that_cannot_lower_is_refused(cast, error, message):
-  with pytest.raises(error, match=message):
-    by_steps().make_train_step(loss_fn, scaling(), cast=cast)
+def test_a_cast_that_cannot_lower_is_refused():
+  with pytest.raises(TypeError, match="`cast` must be a function, got str"):
+    by_steps().make_train_step(loss_fn, scaling(), cast="O2")
+  with pytest.raises(ValueError, match="`cast` must lower some"):
+    by_steps().make_train_step(
+      loss_fn, scaling(), cast=lambda f: ols.autocast(f, "O0")
+    )
 
 
 def test_aux_keywords_and_flags_reach_the_loss_function():
@@ -177,13 +162,14 @@ def test_loss_scaling_may_be_in_a_chain_or_around_accumulation(make):
   assert (state.low.dtype, loss.dtype) == (bool, jnp.float32)
 
 
-def test_bfloat16_needs_no_loss_scaling():
-  schedule = by_steps(jnp.bfloat16)
+def test_bfloat16_needs_no_loss_scaling_and_no_step_needs_jit():
+  schedule = by_steps(jnp.bfloat16, until_step=1)
   step = schedule.make_train_step(loss_fn, BARE)
-  state, losses = run(step, start(schedule, BARE), 4)
+  *state, first = step(*start(schedule, BARE), X, Y)
+  *state, second = step(*state, X, Y)
   assert not state[2].low
-  assert state[2].steps == 4
-  assert losses[-1] < losses[0]
+  assert state[2].steps == 2
+  assert second < first
 
 
 def test_leaves_that_are_no_gradients_are_stored_in_both_precisions():
@@ -201,9 +187,11 @@ def test_leaves_that_are_no_gradients_are_stored_in_both_precisions():
 
   variables = {"params": PARAMS, OVERWRITE: jnp.ones(())}
   step = by_steps().make_train_step(fp8_loss_fn, scaling())
-  state, _ = run(step, start(params=variables), 5)
+  step, state = jax.jit(step), start(params=variables)
+  for _ in range(3):
+    *state, _ = step(*state, X, Y)
   assert not state[2].low
-  assert state[0][OVERWRITE] == 2**5
+  assert state[0][OVERWRITE] == 2**3
 
 
 @pytest.mark.filterwarnings("ignore:.*no optax.apply_if_finite around")
@@ -230,8 +218,7 @@ def test_devices_switch_together_at_the_mean_of_their_losses():
     in_specs=(jax.P(), jax.P(), jax.P(), jax.P("data"), jax.P("data")),
     out_specs=jax.P(),
   )
-  step, state, lows = jax.jit(step), start(schedule, tx), []
-  losses = []
+  step, state, lows, losses = jax.jit(step), start(schedule, tx), [], []
   for _ in range(6):
     *state, loss = step(*state, X * 0.1, y)
     losses.append(float(loss))
@@ -275,10 +262,6 @@ def transposed_product(x, g):
   return x.T @ g
 
 
-def one_operation(params, x, y):
-  return jnp.sum(ols.autocast(jnp.sin, "O3")(params["w"]))
-
-
 def one_operation_in_jit(params, x, y):
   # Another function on each call, because jit keeps what it has traced.
   return jnp.sum(jax.jit(ols.autocast(jnp.sin, "O3"))(params["w"]))
@@ -286,10 +269,6 @@ def one_operation_in_jit(params, x, y):
 
 AUTOCAST_LOSSES = {
   "around": ols.autocast(loss_fn, "O1", dtype=jnp.bfloat16),
-  "inside": lambda params, x, y: jnp.mean(
-    (ols.autocast(lambda w: x @ w)(params["w"]) - y) ** 2
-  ),
-  "one operation": one_operation,
   "one operation, inside of jit": one_operation_in_jit,
   "in the backward pass": with_rule(ols.autocast(transposed_product)),
   "in a policy": ols.get_policy("mixed_float16").autocast(loss_fn),
@@ -297,12 +276,12 @@ AUTOCAST_LOSSES = {
 
 
 @pytest.mark.parametrize("name", AUTOCAST_LOSSES)
-@pytest.mark.parametrize("allowed", [False, True])
-def test_a_loss_under_autocast_is_refused(name, allowed):
-  schedule = by_steps(allow_low_products=allowed)
-  step = schedule.make_train_step(AUTOCAST_LOSSES[name], scaling())
-  with pytest.raises(ValueError, match="`loss_fn` must not be under autocast"):
-    jax.eval_shape(step, *start(), X, Y)
+def test_a_loss_under_autocast_is_refused(name):
+  for allowed in (False, True):
+    schedule = by_steps(allow_low_products=allowed)
+    step = schedule.make_train_step(AUTOCAST_LOSSES[name], scaling())
+    with pytest.raises(ValueError, match="`loss_fn` must not be under autoc"):
+      jax.eval_shape(step, *start(), X, Y)
   # The refusal ends with the step.
   assert jax.eval_shape(AUTOCAST_LOSSES[name], PARAMS, X, Y).shape == ()
 
@@ -319,11 +298,10 @@ LOW_LOSSES = {
 }
 
 
-@each_dtype
 @pytest.mark.parametrize("name", LOW_LOSSES)
-def test_products_in_low_precision_are_refused(name, dtype):
+def test_products_in_low_precision_are_refused(name):
   jax.eval_shape(LOW_LOSSES[name], PARAMS, X, Y)
-  step = by_steps(dtype).make_train_step(LOW_LOSSES[name], scaling())
+  step = by_steps().make_train_step(LOW_LOSSES[name], scaling())
   with pytest.raises(
     ValueError, match="`loss_fn` must be in full precision.*dot_general"
   ):
@@ -373,18 +351,11 @@ def test_an_optimizer_without_proper_scaling_is_refused(
     jax.eval_shape(step, *start(tx=tx, params=params), X, Y)
 
 
-@pytest.mark.parametrize(
-  ("arguments", "error"),
-  [
-    ((3.0, scaling()), "`fun` must be a function"),
-    ((loss_fn, optax.adam), "`tx` must be an optax .*call it"),
-    ((loss_fn, ols.FixedLossScale(1.0)), "`tx` must be an optax"),
-  ],
-  ids=["number", "factory", "rule"],
-)
-def test_an_argument_of_another_kind_is_refused_at_once(arguments, error):
-  with pytest.raises(TypeError, match=error):
-    by_steps().make_train_step(*arguments)
+def test_an_argument_of_another_kind_is_refused_at_once():
+  with pytest.raises(TypeError, match="`fun` must be a function"):
+    by_steps().make_train_step(3.0, scaling())
+  with pytest.raises(TypeError, match="`tx` must be an optax .*call it"):
+    by_steps().make_train_step(loss_fn, optax.adam)
 
 
 def test_a_forgotten_or_swapped_state_is_named():
