@@ -163,27 +163,6 @@ def test_the_level_decides_about_s_as_in_mindspore(level, scale, skips):
   assert (report["loss_scale"], report["skipped"]) == (scale, skips)
 
 
-def test_the_loss_monitor_prints_as_mindspores(capsys):
-  names = of_mindspores_notebook("LossMonitor")
-  model, batch = line_model()
-  # Of mindspore 2.10.0: after each `per_print_times` steps, over all epochs.
-  history = model.train(2, [batch] * 3, callbacks=[names["LossMonitor"](2)])
-  assert capsys.readouterr().out.splitlines() == [
-    f"epoch: {epoch} step: {step}, loss is {history['loss'][i]:.4f}"
-    for epoch, step, i in ((1, 2, 1), (2, 1, 3), (2, 3, 5))
-  ]
-
-
-def test_the_loss_monitor_ends_a_run_unless_the_step_was_skipped(capsys):
-  monitor = of_mindspores_notebook("LossMonitor")["LossMonitor"](0)
-  model, batch = line_model(jnp.inf, amp_level="O2")
-  model.train(1, [batch], [monitor])
-  model, batch = line_model(jnp.inf, amp_level="O3")
-  with pytest.raises(ValueError, match="In epoch 1, step 1 the loss is inf"):
-    model.train(1, [batch], [monitor])
-  assert not capsys.readouterr().out
-
-
 def run_and_prove(notebook, folder):
   """Runs the cells, and returns what is not proved of their train steps."""
   before = f"""import sys

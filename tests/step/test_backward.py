@@ -41,13 +41,6 @@ def test_gradients_are_those_of_s_times_the_loss():
   assert_same_bits(by_hand(PARAMS), scaled)
 
 
-@pytest.mark.parametrize("scale", [8.0, 8, np.float32(8.0), jnp.float32(8.0)])
-def test_a_scale_itself_is_accepted(scale):
-  assert ols.get_loss_scale(scale) == 8.0
-  _, scaled = ols.scaled_value_and_grad(loss_fn, scale)(PARAMS, BATCH)
-  assert_same_bits(scaled, times(8.0, jax.grad(loss_fn)(PARAMS, BATCH)))
-
-
 @pytest.mark.parametrize("argnums", [1, (0, 1), -1], ids=str)
 def test_argnums_has_aux_and_keywords_are_those_of_jax(argnums):
   def fun(batch, params, *, power):

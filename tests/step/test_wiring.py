@@ -291,6 +291,7 @@ def test_notes_leave_the_compiled_program_as_it_is(monkeypatch):
 
 # Refused arguments.
 
+
 def test_an_optimizer_may_take_such_a_name():
   seen = []
 
