@@ -42,7 +42,7 @@ def test_what_is_mixed_has_its_products_in_float16(monkeypatch):
 
     page.run("A single layer", 1)
     images = jnp.ones((1, 32, 32, 1))
-    variables = page["lenet"].init(jax.random.key(0), images)
+    variables = jax.eval_shape(page["lenet"].init, jax.random.key(0), images)
     found = dtypes_of(
       "conv_general_dilated", page["mixed_lenet"], variables, images
     )
@@ -56,7 +56,7 @@ def test_what_is_mixed_has_its_products_in_float16(monkeypatch):
       found = dtypes_of("dot_general", page["mixed_loss_fn"], params, batch)
       assert set(found) == {dtype}
 
-    params = MLP().init(jax.random.key(0), inputs)
+    params = jax.jit(MLP().init)(jax.random.key(0), inputs)
     mixed_loss_fn = ols.autocast(
       lambda params, batch: jnp.mean(MLP().apply(params, batch) ** 2), "O1"
     )
