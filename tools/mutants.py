@@ -433,7 +433,7 @@ WIDE = (
   PACKAGE,
   "tests/examples/",
   "tests/guides/",
-  "tests/presets/test_traces.py",
+  "tests/presets/test_presets.py",
   "tests/test_notebooks.py",
   "tests/test_pages.py",
   "tests/test_porting.py",
