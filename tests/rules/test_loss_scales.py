@@ -130,7 +130,7 @@ def test_other_arguments_of_a_dynamic_loss_scale_apply_from_the_next_step(
   assert not rule.stalled(state, False)
 
 
-# What no other rule of the library shows of the engine.
+# The engine, where the rules do not show its choices.
 
 
 def test_growth_needs_an_s_below_its_bound_and_not_at_it():
