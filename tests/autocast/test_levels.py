@@ -637,6 +637,15 @@ def test_an_operation_is_in_the_list_where_the_caller_puts_it(
   assert set(dtypes_of(name, mixed, X)) == {dtype}
 
 
+def test_a_sum_on_the_gray_list_has_the_dtype_of_what_it_sums():
+  for summed, dtype in ((jnp.exp, "float32"), (jnp.tanh, "float16")):
+    mixed = ols.autocast(
+      between(lambda x, f=summed: jnp.sin(jnp.cumsum(f(x), 0))),
+      operations={"gray": ["cumsum"]},
+    )
+    assert set(dtypes_of("sin", mixed, X)) == {dtype}
+
+
 def test_a_level_can_be_made_of_lists_alone():
   mixed = ols.autocast(loss_fn, "O0", operations={"white": ["dot_general"]})
   found = products_by_layer(mixed)
