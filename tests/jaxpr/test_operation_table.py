@@ -38,6 +38,16 @@ def test_a_power_has_a_value_for_a_negative_base_and_a_whole_exponent():
   assert found.tolist() == [True, False, True, False]
 
 
+def test_a_function_that_real_numbers_bound_may_overflow_for_complex_ones():
+  for function, x, has_no_value in (
+    (lax.log, np.complex64(0), True),
+    (lax.sin, np.complex64(1 + 200j), False),
+    (lax.sin, np.float32(np.inf), True),
+  ):
+    equation = equation_of(function, x)
+    assert operation_table.undefined(equation, [x]) == has_no_value
+
+
 # JAX's own values are far off here, so no result can show this.
 def test_a_zeta_of_a_negative_number_has_a_value_for_whole_exponents():
   x, q = jnp.float32([2.0, 1.5, 2.0]), jnp.float32([-0.5, -0.5, -1.0])
