@@ -8,8 +8,8 @@
 A mutant is the package with one small defect. `list` picks them by a seed, and
 spreads them over the packages by lines of code. `cover` runs each file of tests
 in a process of its own and notes the lines that it executes. `run` gives each
-mutant to the files that execute its line, those that execute few lines first,
-and notes every test that fails. `report` counts.
+mutant to the files that execute its line, those of its package first, and notes
+every test that fails. `report` counts.
 
 FOLDER holds the notes and a copy of the tree for each job, so the tree itself
 does not change. A second `run` goes on where the first was stopped. A file that
@@ -412,10 +412,13 @@ def run(
 def _covering(
   mutant: Mutant, covered: list[dict[str, typing.Any]]
 ) -> list[str]:
-  """The files that execute a mutant's line, those with few lines first.
+  """The files that execute a mutant's line, those of its package first.
 
-  A file that had no time to tell its lines comes last.
+  Among them, files with few lines come first. A file that had no time to tell
+  its lines comes last.
   """
+  package = mutant.path.split("/")[1].removeprefix("_").removesuffix(".py")
+  near = (f"tests/{package}/", f"tests/test_{package}.py")
   sizes = {}
   for found in covered:
     lines = found.get("lines")
@@ -423,7 +426,7 @@ def _covering(
       sizes[found["unit"]] = sys.maxsize
     elif mutant.line in lines.get(mutant.path, ()):
       sizes[found["unit"]] = sum(map(len, lines.values()))
-  return sorted(sizes, key=sizes.__getitem__)
+  return sorted(sizes, key=lambda x: (not x.startswith(near), sizes[x]))
 
 
 # What was found.
