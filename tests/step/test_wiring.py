@@ -225,9 +225,16 @@ def test_what_makes_no_difference_is_not_told(rule, step, jit):
       "got a flag alone: it skips the step, so nothing would be dropped.",
     ),
     (None, scaled_by(8.0), "gradients scaled by the number 8.0. Call"),
+    (ols.FixedLossScale(8.0), scaled_by(4.0), "scaled by the number 4.0. Call"),
     (None, scaled_by(EIGHT), "gradients scaled by another S. Call"),
   ],
-  ids=["an array", "a flag alone", "off, a number", "off, an array"],
+  ids=[
+    "an array",
+    "a flag alone",
+    "off, a number",
+    "fixed, another number",
+    "off, an array",
+  ],
 )
 def test_gradients_of_another_kind_are_told(rule, step, text, jit):
   tx = scaling(rule=rule)
