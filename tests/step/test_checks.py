@@ -394,6 +394,25 @@ def test_amax_from_elsewhere_is_held_against_the_smallest_limit(
   assert findings.examine(nonfinite(), narrow, amax=1e5).overflow
 
 
+class Boxed:
+  """An array in a box of its own, as NNX keeps them."""
+
+  dtype, shape = jnp.dtype("float32"), ()
+
+  def __init__(self, value):
+    self.value = value
+
+  def __jax_array__(self):
+    return self.value
+
+
+def test_amax_may_be_traced_and_in_a_box():
+  examine = jax.jit(
+    lambda x: findings.examine(nonfinite(), jnp.ones(2), amax=Boxed(x)).amax
+  )
+  assert examine(jnp.float32(3)) == 3
+
+
 NOT_NUMBERS = {
   "text": "8",
   "bytes": b"8",

@@ -88,6 +88,9 @@ def test_an_error_names_the_first_of_many_states():
     with pytest.raises(ValueError, match="'member_0', .* and 10 more") as got:
       ols.get_loss_scale(many, path=path)
     assert len(str(got.value)) < 600
+  with pytest.raises(ValueError) as got:
+    ols.get_loss_scale(dict(list(many.items())[:20]))
+  assert "'member_19'" in str(got.value) and "more" not in str(got.value)
 
 
 BARE = optax.adam(0.1).init({"loss_scale": Params(*jnp.ones((3, 2)))})
