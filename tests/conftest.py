@@ -49,6 +49,15 @@ PAGES = (
 )
 
 
+@pytest.fixture
+def without_older_objects():
+  """Hides what other tests have left, or to look for leaks takes seconds."""
+  gc.collect()
+  gc.freeze()
+  yield
+  gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def no_traces_of_other_tests():
   """Lets `chex.assert_max_traces` count anew in each test."""

@@ -49,13 +49,3 @@ def equations(function, *args):
 def count(function, name, *args):
   """Returns how many equations of a function are of a primitive."""
   return sum(x.primitive.name == name for x in equations(function, *args))
-
-
-def dtypes_of(function, name, *args):
-  """Returns the dtypes of the inputs of all equations of a primitive."""
-  return {
-    atom.aval.dtype.name
-    for equation in equations(function, *args)
-    if equation.primitive.name == name
-    for atom in equation.invars
-  }

@@ -18,6 +18,7 @@ import optax_lossscale as ols
 from optax_lossscale import hardware
 from tests import support
 from tests.autocast import mixed
+from tests.autocast.programs import dtypes_of
 
 W = jnp.linspace(-0.6, 0.7, 16).reshape(4, 4)
 X = jnp.linspace(-1.0, 0.9, 32).reshape(8, 4)
@@ -207,7 +208,7 @@ def test_float64_keeps_its_precision_next_to_float32(level):
     got, want = changed(x, w), function(x, w)
     mixed.assert_close(got[0], want[0], 1e-14)
     mixed.assert_close(got[1:], want[1:])
-    dtypes = mixed.dtypes_of(changed, "dot_general", x, w)
+    dtypes = set(dtypes_of("dot_general", changed, x, w))
     assert dtypes == {"float16", "float64"}
 
 

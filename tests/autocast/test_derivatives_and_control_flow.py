@@ -20,6 +20,7 @@ from optax_lossscale._jaxpr import operation_table
 from tests import support
 from tests.autocast import mixed
 from tests.autocast import rules
+from tests.autocast.programs import dtypes_of
 
 KEY, W, X = rules.KEY, rules.W, rules.X
 
@@ -171,7 +172,7 @@ def test_a_bias_that_goes_into_a_body_follows(name):
     return BODIES[name](lambda c, b: jnp.cos(c @ w + b) @ w, x @ w, w[0])
 
   low = ols.autocast(function, "O1")
-  assert mixed.dtypes_of(low, "cos", X, W) == {"float16"}
+  assert set(dtypes_of("cos", low, X, W)) == {"float16"}
 
 
 @each_loop
@@ -180,7 +181,7 @@ def test_a_carried_value_does_not_follow_although_its_start_is_given(name):
     return BODIES[name](lambda c, _: jnp.cos(c + c @ w), x, w[0]) @ w
 
   low = ols.autocast(function, "O1")
-  assert mixed.dtypes_of(low, "cos", X, W) == {"float32"}
+  assert set(dtypes_of("cos", low, X, W)) == {"float32"}
 
 
 @each_loop
@@ -194,7 +195,7 @@ def test_the_product_of_the_next_round_follows_in_a_loop(name, change):
     return BODIES[name](lambda c, _: jnp.cos(product(c, w)), x, w[0])
 
   low = ols.autocast(function, "O1")
-  assert mixed.dtypes_of(low, "cos", X, W) == {"float16"}
+  assert set(dtypes_of("cos", low, X, W)) == {"float16"}
 
 
 @pytest.mark.parametrize(
@@ -213,7 +214,7 @@ def test_a_loop_carries_the_dtypes_of_the_program(function):
   low = ols.autocast(function, "O2")
   assert carried(low) == carried(function)
   # The program itself has a product in bfloat16.
-  dtypes = mixed.dtypes_of(low, "dot_general", X, W)
+  dtypes = set(dtypes_of("dot_general", low, X, W))
   assert dtypes in ({"float16"}, {"float16", "bfloat16"})
 
 
@@ -227,7 +228,7 @@ def test_a_scan_restores_the_dtypes_of_what_it_carries_and_of_nothing_else():
     return jnp.tanh(stacked) @ y.T * count
 
   low = ols.autocast(function, "O1")
-  assert mixed.dtypes_of(low, "tanh", X, W) == {"float16"}
+  assert set(dtypes_of("tanh", low, X, W)) == {"float16"}
 
 
 # Remat.
@@ -292,7 +293,7 @@ def test_products_of_a_rule_have_float16_operands_at_every_level(function):
   number = mixed.count(written, "dot_general", X, W)
   for level in ("O1", "O3"):
     grad = mixed.gradient(ols.autocast(rules.through_layer(function), level))
-    assert mixed.dtypes_of(grad, "dot_general", X, W) == {"float16"}, level
+    assert set(dtypes_of("dot_general", grad, X, W)) == {"float16"}, level
     assert mixed.count(grad, "dot_general", X, W) == number, level
 
 
@@ -330,6 +331,7 @@ def test_a_rule_may_close_over_a_value_that_is_differentiated_outside():
   mixed.assert_close(ols.autocast(run, "O1")(X, W), run(X, W))
 
 
+@pytest.mark.usefixtures("without_older_objects")
 def test_a_rule_keeps_nothing_of_what_was_traced():
   with jax.checking_leaks():
     mixed.gradient(jax.jit(ols.autocast(rules.nested_vjp)))(X, W)

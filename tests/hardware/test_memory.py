@@ -21,15 +21,6 @@ DETECTING = {
 }
 
 
-@pytest.fixture
-def without_older_objects():
-  """Hides what other tests have left, or collecting would take seconds."""
-  gc.collect()
-  gc.freeze()
-  yield
-  gc.unfreeze()
-
-
 @pytest.mark.usefixtures("without_older_objects")
 @pytest.mark.parametrize("name", DETECTING)
 def test_a_trace_of_a_detector_leaves_no_tracer_and_no_object(name):

@@ -60,11 +60,6 @@ def updates(*old):
 ONES, TWOS, THREES = jnp.ones(3), jnp.full(3, 2.0), jnp.full(3, 3.0)
 
 
-@updates(TWOS, jnp.zeros(3))
-def inputs_as_outputs(old):
-  return GRADS, (old[0], GRADS)
-
-
 @updates(ONES, jnp.float32(5), jnp.int32(6))
 def constants(old):
   return GRADS, (np.full(3, 7, np.float32), 8.0, jnp.int32(9))
