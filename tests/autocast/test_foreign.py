@@ -1,4 +1,4 @@
-"""autocast on layers that others wrote, at every level.
+"""autocast on layers that others wrote.
 
 The authority is the same layer without autocast, in float32.
 """
@@ -96,15 +96,14 @@ def test_a_layer_computes_the_same_with_all_its_products_in_float16(name):
 
   written = jax.make_jaxpr(at("O0"))(variables, x)
   expected = jax.jit(at("O0"))(variables, x)
-  for level in mixed.LOW_LEVELS:
+  for level in ("O1", "O3"):
     jaxpr = jax.make_jaxpr(at(level))(variables, x)
     assert jaxpr.out_avals == written.out_avals, level
     assert counted(jaxpr) == counted(written), level
     products = set(programs.products(at(level), variables, x))
     assert products == {"float16"}, level
-    if level in ("O1", "O3"):
-      found, true = (
-        ravel_pytree(tree)[0]
-        for tree in (jax.jit(at(level))(variables, x), expected)
-      )
-      assert support.relative_error(found, true) < 0.01, level
+    found, true = (
+      ravel_pytree(tree)[0]
+      for tree in (jax.jit(at(level))(variables, x), expected)
+    )
+    assert support.relative_error(found, true) < 0.01, level

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._jaxpr import at_definition
 from optax_lossscale._jaxpr import calls
 from tests import support
 from tests.autocast.programs import dtypes_of
-from tests.support import to_bits
 
 MESH = support.make_mesh()
 X = np.linspace(1, 300, 32, dtype=np.float16).reshape(8, 4)
@@ -137,28 +135,3 @@ def test_autocast_lowers_the_product_inside(name):
   # The precision of a solver is a part of it.
   dtype = "float32" if name == "custom_linear_solve" else "float16"
   assert set(dtypes_of("dot_general", low, np.float32(X))) == {dtype}
-
-
-@each_primitive
-def test_select_at_definition_is_update_and_then_where(name):
-  def update(old):
-    new = PROGRAMS[name](jnp.sin)(old)
-    return jnp.cos(new) + new, new
-
-  def at_once(bad, old):
-    return at_definition.select_at_definition(
-      lambda: update(old), old, functools.partial(jnp.where, bad)
-    )
-
-  def afterwards(bad, old):
-    result, new = update(old)
-    return result, jnp.where(bad, old, new)
-
-  for bad in (True, False):
-    got, want = jax.jit(at_once)(bad, X), jax.jit(afterwards)(bad, X)
-    assert to_bits(got[1]) == to_bits(want[1])
-    if not bad:
-      assert to_bits(got) == to_bits(want)
-  # Only a plain call is evaluated in place.
-  names = [x.primitive.name for x in jax.make_jaxpr(at_once)(True, X).eqns]
-  assert ("sin" in names) == (name in TRANSPARENT)

@@ -471,15 +471,6 @@ def test_an_unscaled_step_is_that_of_the_optimizer_alone():
   assert not after.stalled
 
 
-@pytest.mark.parametrize("check", [ols.nonfinite(F16), ols.saturated(F16)])
-def test_the_check_limits_unscaled_gradients_too(check):
-  tx = ols.loss_scaling(optax.sgd(1.0), RULE, check=check)
-  state = tx.init(PARAMS)
-  _, after = update(tx, GRADIENTS, state, PARAMS, scaled=False)
-  assert after.skipped
-  assert same_bits(after.loss_scale_state, state.loss_scale_state)
-
-
 def test_a_damaged_scale_waits_for_a_scaled_step():
   state = optax.tree.set(TX.init(PARAMS), loss_scale=jnp.float32(NAN))
   _, after = update(TX, GRADIENTS, state, PARAMS, scaled=False)
