@@ -32,8 +32,6 @@ hypothesis.settings.load_profile("repeatable")
 # of them when the others have nothing left.
 LONGEST = (
   "tests/test_notebooks.py",
-  "tests/hardware/test_emulate_saturation.py",
-  "tests/hardware/test_float_status.py",
   "tests/step/test_contract.py",
   "tests/step/test_devices.py",
 )

@@ -100,6 +100,24 @@ def two_losses(*scales):
   return jax.jit(step), params, opt_states, BATCH
 
 
+def one_after_the_other():
+  """Returns a step that leaves `b` out if the step of `a` was skipped."""
+  step = make_step()
+
+  def both(params, opt_states, batch):
+    a, state_a, _ = step(params["a"], opt_states["a"], batch)
+    b, state_b = jax.lax.cond(
+      state_a.skipped,
+      lambda *kept: kept,
+      lambda *given: step(*given, batch)[:2],
+      params["b"],
+      opt_states["b"],
+    )
+    return {"a": a, "b": b}, {"a": state_a, "b": state_b}
+
+  return jax.jit(both), *two_losses("a", "b")[1:]
+
+
 def with_other_values():
   """Returns a step that takes Python's numbers, text and an object."""
 
@@ -150,6 +168,7 @@ RIGHT = {
   "pmap": pmapped,
   "an ensemble": ensemble,
   "two losses": lambda: two_losses("a", "b"),
+  "one after the other": one_after_the_other,
 }
 
 
