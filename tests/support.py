@@ -44,11 +44,6 @@ class Stub(ols.LossScale):
     return StubState(state.loss_scale * jnp.where(overflow, 0.5, 2.0))
 
 
-def pairs(first, second):
-  """Returns every pair of one from each."""
-  return list(itertools.product(first, second))
-
-
 # Every float8 dtype that has a sign.
 SIGNED_FLOAT8 = (
   "float8_e3m4",

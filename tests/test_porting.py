@@ -151,7 +151,7 @@ def old_arguments(system):
 def recorded(system):
   """Returns a run with a dictionary that can be read."""
   runs = traces.load(system)["runs"]
-  return next(run for run in runs if traces.is_importable(system, run))
+  return next(run for run in runs if traces.is_importable(run))
 
 
 def linked():

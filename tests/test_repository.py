@@ -207,23 +207,6 @@ def test_the_url_is_the_same_everywhere():
   assert found >= 10
 
 
-def test_the_sdist_has_the_pages_that_the_tests_read():
-  hatch = tomllib.loads(documents.read("pyproject.toml"))["tool"]["hatch"]
-  included = set(hatch["build"]["targets"]["sdist"]["include"])
-  for page in ROOT.glob("*.md"):
-    assert f"/{page.name}" in included
-  for name in (
-    "tests",
-    "docs",
-    "examples",
-    "notebooks",
-    "benchmarks",
-    ".ci",
-    ".github",
-  ):
-    assert f"/{name}" in included
-
-
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
 def test_a_form_is_one_that_github_accepts(path):
   form = yaml.safe_load(path.read_text())

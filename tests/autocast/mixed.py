@@ -6,9 +6,6 @@ import numpy as np
 
 from tests import support
 
-LEVELS = ("O0", "O1", "O2", "O3", "auto")
-LOW_LEVELS = LEVELS[1:]
-
 
 def assert_close(got, want, tolerance=0.02):
   """Asserts equal structures, dtypes and, up to rounding, values."""

@@ -35,7 +35,7 @@ class Model(nn.Module):
     return nn.Dense(2, dtype=self.dtype)(x)
 
 
-def begin(without=None):
+def begin():
   """Returns the page after its train state."""
   names = {"Any": Any, "batch": BATCH, "jax_utils": jax_utils, "nn": nn}
   names |= {"model": Model(jnp.float16), "train_state": train_state}

@@ -4,28 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import optax_lossscale as ols
 from tests import documents
 
 PATH = "docs/guides/skipping.md"
-
-
-@pytest.mark.parametrize("skips", [True, False])
-@pytest.mark.parametrize(
-  ("reason", "scale", "counted"), [("overflow", 4.0, 0), ("skip", 8.0, 1)]
-)
-def test_the_table_says_what_the_two_reasons_do(reason, scale, counted, skips):
-  rule = ols.DynamicLossScale(8.0, skip=skips)
-  tx = ols.loss_scaling(optax.sgd(0.1), rule)
-  state = tx.init(jnp.ones(1))
-  _, state = tx.update(jnp.ones(1), state, **{reason: True})
-  is_skipped = skips or reason == "skip"
-  assert ols.get_loss_scale(state) == scale
-  assert state.skipped == state.consecutive_skips == is_skipped
-  assert state.skipped_steps == is_skipped
-  assert state.requested_skips == counted
 
 
 def test_norms_are_watched_and_a_batch_is_tried_again():

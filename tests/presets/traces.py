@@ -149,7 +149,7 @@ def saved_dict(system, run):
   return {} if system == "mindspore_fixed" else saved
 
 
-def is_importable(system, run):
+def is_importable(run):
   """Returns whether the original's saved S is a normal float32."""
   if "state_dict" not in run:
     return False
@@ -192,7 +192,7 @@ def follow(system, runs):
   records, states = list(runs), [rule.init()] * len(runs)
   overflows = [overflows_of(run) for run in runs]
   middle = len(overflows[0]) // 2
-  importable = [i for i, run in enumerate(runs) if is_importable(system, run)]
+  importable = [i for i, run in enumerate(runs) if is_importable(run)]
   for i in importable:
     saved = saved_dict(system, runs[i])
     same, state = presets.from_state_dict(system, saved, **arguments)

@@ -2,7 +2,6 @@
 
 import decimal
 import fractions
-import math
 
 
 def parse(text):
@@ -34,38 +33,3 @@ def parse(text):
   if not least <= ratio <= greatest:
     raise ValueError("ratio")
   return dtypes[kind], mode, fractions.Fraction(ratio)
-
-
-class AccelerateTrainMode:
-  """Low precision first, full precision from the switch on.
-
-  `check(step=...)` or `check(loss=...)` runs before every call. `low`: what the
-  call is to run in. A number that is fed is the real number that it stands for;
-  `target_loss` is the decimal number that Python writes for it.
-  """
-
-  def __init__(
-    self, text, total_steps=None, target_loss=None, steps_per_call=1
-  ):
-    self.dtype, self.mode, self.ratio = parse(text)
-    self.steps_per_call = steps_per_call
-    if self.mode == "step":
-      self.total_steps = total_steps
-      self.switch_step = math.floor(total_steps * self.ratio)
-    else:
-      self.switch_loss = fractions.Fraction(repr(target_loss)) * self.ratio
-    self.low = True
-
-  def check(self, step=None, loss=None):
-    """Switches, or not; returns `low`."""
-    if self.mode == "step":
-      due = (
-        step >= self.switch_step
-        or step + self.steps_per_call >= self.total_steps
-      )
-    else:
-      # 0 stands for a loss that was not reported yet.
-      due = loss != 0 and loss <= self.switch_loss
-    if due:
-      self.low = False
-    return self.low

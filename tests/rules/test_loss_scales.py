@@ -6,7 +6,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import optax_lossscale as ols
@@ -77,11 +76,6 @@ def test_a_fixed_loss_scale_never_moves_and_stalls_on_overflow():
     state = rule.update(state, overflow)
     assert state.loss_scale == 3.0
   assert ols.FixedLossScale().init().loss_scale == 2.0**10
-
-
-def test_switched_off_loss_scaling_has_an_s_of_one():
-  state = ols.loss_scaling(optax.sgd(0.1), None).init(jnp.ones(2))
-  assert ols.get_loss_scale(state) == 1.0
 
 
 # A run may go on with the same state and other arguments.

@@ -5,7 +5,6 @@ file has variants of them, right programs that look like them, and refusals.
 """
 
 import pathlib
-import re
 import warnings
 
 from flax import nnx
@@ -21,7 +20,6 @@ from tests import support
 PARAMS = {"a": jnp.ones(3), "b": jnp.ones((2, 2))}
 RULE = support.Stub(8.0)
 ADAM = optax.adam(0.1)
-MASK, REST = {"a": True, "b": False}, {"a": False, "b": True}
 
 
 def scaling(inner=None, rule=RULE):
@@ -312,39 +310,12 @@ def test_an_optimizer_may_take_such_a_name():
   assert seen == [3]
 
 
-# The methods of torch's GradScaler, each with the remedy.
-OF_A_SCALER = {
-  "scale": "scaled_value_and_grad(loss_fn, opt_state)",
-  "get_scale": "get_loss_scale(opt_state)",
-  "unscale_": "unscale(scaled_grads, opt_state)",
-  "step": "tx.update(scaled_grads, opt_state, params)",
-  "state_dict": "save opt_state",
-  "load_state_dict": "restore opt_state",
-}
-
-
-def test_a_rule_has_no_method_of_torchs_scaler():
-  for name, remedy in OF_A_SCALER.items():
-    assert not hasattr(RULE, name)
-    text = f"Stub has no `{name}`.*write .*{re.escape(remedy)}"
-    with pytest.raises(AttributeError, match=text):
-      getattr(RULE, name)
-  with pytest.raises(AttributeError, match="has no attribute 'scales'"):
-    _ = RULE.scales
-
-
 def test_a_rule_in_the_place_of_an_optimizer_says_where_it_goes():
   with pytest.raises(TypeError, match=r"write loss_scaling\(optax.adam\(.*le"):
     optax.chain(ols.presets.torch(), ADAM).init(PARAMS)
   text = r"`inner` .*the rule: loss_scaling\(optax.adam\(1e-3\), r"
   with pytest.raises(TypeError, match=text):
     ols.loss_scaling(RULE, ADAM)
-
-
-@pytest.mark.parametrize("tx", [RULE, optax.MultiSteps(ADAM, 2)])
-def test_an_optimizer_in_the_place_of_its_state_is_refused(tx):
-  with pytest.raises(ValueError, match=r"init made: .*tx\.init\(params"):
-    ols.scaled_value_and_grad(lambda x: x, tx)
 
 
 def test_none_for_gradients_is_right_where_there_are_no_parameters():
