@@ -58,7 +58,7 @@ class Manager:
     vars(self._manager).update(state)
 
 
-class FixedManager:
+class FixedManager(Manager):
   """`FixedLossScaleManager`, asked as `Model.train` asks it."""
 
   ORIGINAL = "mindspore.amp.FixedLossScaleManager"
@@ -67,7 +67,6 @@ class FixedManager:
     {},
     {"loss_scale": 1.0, "drop_overflow_update": False},
   )
-  version = staticmethod(version)
 
   def __init__(self, **arguments):
     from mindspore import amp
@@ -77,16 +76,6 @@ class FixedManager:
   def update(self, overflow):
     if self._manager.get_drop_overflow_update():
       self._manager.update_loss_scale(overflow)
-
-  def scale(self):
-    return float(self._manager.get_loss_scale())
-
-  def state_dict(self):
-    # MindSpore saves nothing of it. These are its attributes, as in a pickle.
-    return dict(vars(self._manager))
-
-  def load_state_dict(self, state):
-    vars(self._manager).update(state)
 
 
 class Scaler:

@@ -578,6 +578,25 @@ class ApexHysteresis(_Stepped):
       super().load_state_dict(state_dict)
 
 
+# Of fairseq and its successor.
+_TOLERANT = (
+  {
+    "init_scale": 64.0,
+    "scale_factor": 4.0,
+    "scale_window": 7,
+    "tolerance": 0.25,
+    "threshold": 0.3,
+  },
+  {
+    "init_scale": 1000.0,
+    "scale_factor": 1.5,
+    "scale_window": 3,
+    "tolerance": 0.1,
+    "min_loss_scale": 2.0,
+  },
+)
+
+
 class Fairseq:
   """`check_overflow` with the norm and, where it is finite, `update`."""
 
@@ -586,20 +605,7 @@ class Fairseq:
   ARGUMENTS = (
     {"scale_window": 2},
     {"init_scale": 2.0**120, "scale_window": 3, "min_loss_scale": 2.0**90},
-    {
-      "init_scale": 64.0,
-      "scale_factor": 4.0,
-      "scale_window": 7,
-      "tolerance": 0.25,
-      "threshold": 0.3,
-    },
-    {
-      "init_scale": 1000.0,
-      "scale_factor": 1.5,
-      "scale_window": 3,
-      "tolerance": 0.1,
-      "min_loss_scale": 2.0,
-    },
+    *_TOLERANT,
     {
       "init_scale": 2.0**10,
       "scale_window": 5,
@@ -646,20 +652,7 @@ class Metaseq(Fairseq):
   ARGUMENTS = (
     {"scale_window": 8},
     {"init_scale": 2.0**120, "scale_window": 1, "min_loss_scale": 1.0},
-    {
-      "init_scale": 64.0,
-      "scale_factor": 4.0,
-      "scale_window": 7,
-      "tolerance": 0.25,
-      "threshold": 0.3,
-    },
-    {
-      "init_scale": 1000.0,
-      "scale_factor": 1.5,
-      "scale_window": 3,
-      "tolerance": 0.1,
-      "min_loss_scale": 2.0,
-    },
+    *_TOLERANT,
     {
       "init_scale": 2.0**10,
       "scale_window": 5,

@@ -61,52 +61,47 @@ def changes(scales):
   ]
 
 
+def drive(original, scaler, overflows, start=0):
+  """Returns S after each step, and the error that ended the run, if any."""
+  scales = []
+  for step, overflow in enumerate(overflows, start):
+    try:
+      scaler.update(overflow)
+    except original.FAILURES as error:
+      return scales, {
+        "step": step,
+        "error": type(error).__name__,
+        "message": str(error),
+      }
+    scales.append(scaler.scale())
+  return scales, None
+
+
 def run(original, arguments, overflows):
   """Returns the record of one original on one sequence of overflows."""
   scaler = original(**arguments)
-  scales, raised, saved = [], None, None
-  for step, overflow in enumerate(overflows):
-    if step == len(overflows) // 2:
-      saved = scaler.state_dict()
-    try:
-      scaler.update(overflow)
-    except original.FAILURES as error:
-      raised = {
-        "step": step,
-        "error": type(error).__name__,
-        "message": str(error),
-      }
-      break
-    scales.append(scaler.scale())
+  half = len(overflows) // 2
+  scales, raised = drive(original, scaler, overflows[:half])
   record = {
     "arguments": arguments,
     "overflows": "".join("01"[overflow] for overflow in overflows),
-    "scales": changes(scales),
-    "raised": raised,
   }
-  if saved is not None:
-    record["state_dict"] = describe(saved)
-    record["resumed"] = resume(original, arguments, saved, overflows)
-  return record
-
-
-def resume(original, arguments, saved, overflows):
-  """Returns S after each step of a second original that continues the first."""
-  scaler = original(**arguments)
-  scaler.load_state_dict(saved)
-  scales, raised = [], None
-  for step, overflow in enumerate(overflows[len(overflows) // 2 :]):
-    try:
-      scaler.update(overflow)
-    except original.FAILURES as error:
-      raised = {
-        "step": step,
-        "error": type(error).__name__,
-        "message": str(error),
-      }
-      break
-    scales.append(scaler.scale())
-  return {"scales": changes(scales), "raised": raised}
+  if raised is not None:
+    return dict(record, scales=changes(scales), raised=raised)
+  saved = scaler.state_dict()
+  described = describe(saved)  # Before the first original goes on.
+  more, raised = drive(original, scaler, overflows[half:], half)
+  # A second original continues from what the first one has saved.
+  second = original(**arguments)
+  second.load_state_dict(saved)
+  rest, raised_again = drive(original, second, overflows[half:])
+  return dict(
+    record,
+    scales=changes(scales + more),
+    raised=raised,
+    state_dict=described,
+    resumed={"scales": changes(rest), "raised": raised_again},
+  )
 
 
 def describe(value):
