@@ -127,16 +127,78 @@ def test_other_arguments_of_a_dynamic_loss_scale_apply_from_the_next_step(
 # The engine, where the rules do not show its choices.
 
 
-def test_growth_needs_an_s_below_its_bound_and_not_at_it():
-  for bound, scale in ((8.0, 8.0), (9.0, 16.0)):
-    rule = engine.Engine(
-      init_scale=8.0,
-      growth_factor=2.0,
-      backoff_factor=0.5,
-      growth_interval=1,
-      growth_below=bound,
-    )
-    assert rule.update(rule.init(), False).loss_scale == scale
+# Fields of an engine, steps (x overflows), and log2 of S after each, by hand.
+# S starts at 2^4, grows or shrinks by 2, and grows on each second clean step.
+ENGINES = {
+  "a larger count of clean steps grows no S that waits for an equal one": (
+    {"growth_test": "equal", "initial_clean_steps": 2},
+    "..x...",
+    (4, 4, 3, 3, 3, 3),
+  ),
+  "growth at every multiple of the interval": (
+    {"growth_test": "multiple"},
+    ".....x..",
+    (4, 5, 5, 6, 6, 5, 5, 6),
+  ),
+  "0 clean steps are no multiple": (
+    {"growth_test": "multiple", "initial_clean_steps": -1},
+    "...x...",
+    (4, 4, 5, 4, 4, 4, 5),
+  ),
+  "growth from below its bound alone": (
+    {"growth_interval": 1, "growth_below": 2.0**5},
+    "...",
+    (5, 5, 5),
+  ),
+  "a larger count of overflows shrinks no S that waits for an equal one": (
+    {"shrink_test": "equal", "hysteresis": 2, "refill": frozenset()},
+    "xxx.x",
+    (4, 3, 3, 3, 3),
+  ),
+  "a shrink starts the count of overflows anew": (
+    {"hysteresis": 2, "refill": frozenset({"backoff"})},
+    "x.x.xx",
+    (4, 4, 3, 3, 3, 2),
+  ),
+  "growth starts the count of overflows anew": (
+    {"hysteresis": 2, "refill": frozenset({"growth"})},
+    "x..xxx",
+    (4, 4, 5, 5, 4, 3),
+  ),
+  "S is held where it would fall below a bound": (
+    {"hold_below": 2.0**3},
+    "xxx",
+    (3, 3, 3),
+  ),
+  "a share of overflows that equals the tolerance": (
+    {"tolerance": 0.5, "growth_interval": 9},
+    ".x..x",
+    (4, 3, 3, 3, 3),
+  ),
+  "overflows from before a shrink do not count": (
+    {"tolerance": 0.5, "growth_interval": 9},
+    ".x...x.x",
+    (4, 3, 3, 3, 3, 3, 3, 3),
+  ),
+  "an interval that grows and shrinks with S": (
+    {"interval_factor": 2.0, "growth_interval": 1},
+    ".......x....",
+    (5, 5, 6, 6, 6, 6, 7, 6, 6, 6, 6, 7),
+  ),
+}
+
+
+@pytest.mark.parametrize(
+  ("fields", "steps", "exponents"), ENGINES.values(), ids=ENGINES
+)
+def test_a_choice_of_the_engine_moves_s(fields, steps, exponents):
+  defaults = {"init_scale": 16.0, "growth_factor": 2.0, "growth_interval": 2}
+  rule = engine.Engine(**(defaults | fields))
+  state, found = rule.init(), []
+  for step in steps:
+    state = rule.update(state, step == "x")
+    found.append(math.log2(state.loss_scale))
+  assert found == list(exponents)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 0.0, -3.0])
