@@ -179,7 +179,8 @@ def test_a_training_is_that_of_the_model(name):
     expected = [model.step(batch) for batch in batches]
     for key, values in jax.device_get(seen).items():
       want = np.asarray([x[key] for x in expected], values.dtype)
-      np.testing.assert_array_equal(values, want, err_msg=key)
+      text = f"{key} of a training on {', '.join(names)}"
+      np.testing.assert_array_equal(values, want, err_msg=text)
   assert run._cache_size() == 1
 
 
