@@ -211,7 +211,8 @@ def _way(
     master - wide,
   )
   # Round via float32, as `loss_scaling` and the CPU backend also do.
-  way = _convert(way, leaves.at_least_float32(param.dtype))
+  dtype = leaves.at_least_float32(param.dtype)
+  way = _convert(bits.rounded(way, dtype), dtype)
   return _convert(way, param.dtype)
 
 

@@ -5,6 +5,7 @@ import functools
 from chex import ArrayTree
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_lossscale._base import bits as _bits
@@ -93,7 +94,10 @@ def _is_same(a: jax.Array, b: jax.Array) -> jax.Array:
   a, b = _bits.carried(a), _bits.carried(b)
   magnitude = _magnitude(a)
   is_equal = magnitude == _magnitude(b)
-  return is_equal & ((magnitude == 0) | (jnp.signbit(a) == jnp.signbit(b)))
+  is_equal &= (magnitude == 0) | (jnp.signbit(a) == jnp.signbit(b))
+  # NaN has many bits, and a device may return other ones than it was given.
+  is_nan = (_bits.reached(x, np.inf, inclusive=False) for x in (a, b))
+  return is_equal | functools.reduce(jnp.logical_and, is_nan)
 
 
 def _magnitude(x: jax.Array) -> jax.Array:

@@ -38,6 +38,12 @@ CASES = {
   "another sign": (jnp.array([1.0, -2.0]), jnp.array([-2.0, 4.0]), 0.0),
   "zero that loses its sign": (jnp.float16([-0.0]), jnp.array([2.0**-40]), 1.0),
   "NaN": (jnp.array([jnp.nan, 1.0]), jnp.array([1.0, 1.0]), 0.5),
+  # A sum sets its highest bit, as a GPU sets all of them.
+  "signaling NaN": (
+    np.array([0x7F800001, 0x3F800000], np.uint32).view(np.float32),
+    jnp.array([1.0, 1.0]),
+    0.5,
+  ),
   # `apply_updates` rounds a float32 update to the dtype of the parameter.
   "float32": (jnp.bfloat16([1.0, 1.0]), jnp.array([2.0**-20, 1.0]), 0.5),
   # Both parts of a complex update must be lost.

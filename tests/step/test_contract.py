@@ -7,6 +7,7 @@ import functools
 import inspect
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -92,7 +93,10 @@ def scaled_step(name, params, opt_state, bad):
   loss, scaled_grads = ols.scaled_value_and_grad(optimizers.loss_fn, opt_state)(
     params
   )
-  scaled_grads = jax.tree.map(jnp.float16, scaled_grads)
+  # The barrier keeps a GPU from computing with what float16 does not hold.
+  scaled_grads = lax.optimization_barrier(
+    jax.tree.map(jnp.float16, scaled_grads)
+  )
   true_grads = ols.unscale(scaled_grads, opt_state)
   scaled_grads["bias"] = jnp.where(bad, jnp.nan, scaled_grads["bias"])
   scaled_grads["kernel"] = jnp.where(bad, -jnp.inf, scaled_grads["kernel"])
