@@ -3,6 +3,7 @@
 import gc
 import os
 import pathlib
+import re
 
 import chex
 import hypothesis
@@ -77,6 +78,28 @@ def steps_of_pages_are_proved(request):
   with proofs.proving(request.module, documents) as found:
     yield
   assert not any(found.values()), found
+
+
+def pytest_make_parametrize_id(val):
+  """Names a row of a test by its values or its line, not by a number."""
+  name = getattr(val, "__name__", None)
+  if name == "<lambda>":
+    return f"line {val.__code__.co_firstlineno}"
+  made = getattr(val, "__qualname__", "").partition(".<locals>.")
+  if made[1] and getattr(val, "__closure__", None):
+    # A function that another one has made, as steps are for a test of many.
+    return f"{made[0]}{_shown([x.cell_contents for x in val.__closure__])}"
+  # pytest names these itself, as it does what has a name.
+  if name or isinstance(val, (str, bytes, int, float)):
+    return None
+  return _shown(val)
+
+
+def _shown(value):
+  """Returns a value's text on one line."""
+  # An address would differ from process to process.
+  text = " ".join(re.sub(r" at 0x\w+", "", repr(value)).split())
+  return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def pytest_itemcollected(item):

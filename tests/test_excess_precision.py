@@ -98,7 +98,7 @@ def narrowed_by_numpy(wide):
 
 
 def with_one_nan(tree):
-  """Returns NaN with the same bits everywhere, since programs differ in them."""
+  """Returns a tree with one kind of NaN, since devices differ in its bits."""
   return jax.tree.map(lambda x: jnp.where(jnp.isnan(x), jnp.nan, x), tree)
 
 

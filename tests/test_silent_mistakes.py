@@ -575,7 +575,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_told(mistake):
+def test_a_mistake_is_reported(mistake):
   program, expected, proved, seen = MISTAKES[mistake]
   found = program()
   law, _, line = proved.partition(" ")
@@ -587,7 +587,7 @@ def test_a_mistake_is_told(mistake):
     assert found[when].startswith(text)
 
 
-def test_the_page_says_when_each_mistake_is_told():
+def test_the_page_says_when_each_mistake_is_reported():
   table = documents.section(PAGE, "Mistakes that are reported, and when")
   row = r"^\| [^|]+ \| ([^|]+) \| ([^|]+) \|$"
   rows = re.findall(row, table, re.MULTILINE)[1:]
@@ -595,5 +595,5 @@ def test_the_page_says_when_each_mistake_is_told():
   assert [(x, y.removesuffix(" step")) for x, y in rows] == expected
 
 
-def test_a_right_step_is_told_nothing():
+def test_nothing_is_reported_of_a_right_step():
   assert told() == {}

@@ -48,7 +48,7 @@ def test_the_program_alone_prints_its_help_as_an_error(capsys):
     (["simulate", "a.csv", "--dtype", "flot16"], "float16"),
   ],
 )
-def test_a_misspelt_word_is_told_the_one_that_is_meant(words, meant, capsys):
+def test_a_misspelt_word_gets_the_one_that_is_meant(words, meant, capsys):
   assert cli.main(words) == 2
   assert capsys.readouterr().err.endswith(f"; did you mean '{meant}'?\n")
 

@@ -57,7 +57,7 @@ def test_bad_input_is_answered_with_one_line(
     ("amax\nx\n", "line 2, column amax: must be a number from 0"),
   ],
 )
-def test_a_history_that_cannot_be_read_is_told_by_name(
+def test_a_history_that_cannot_be_read_is_refused_by_name(
   text, words, tmp_path, history, capsys
 ):
   path = tmp_path / "a.csv"

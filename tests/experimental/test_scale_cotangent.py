@@ -25,7 +25,7 @@ def gradient(scale, factors, x=X):
   return jax.grad(scaled_loss)(x, scale, factors)
 
 
-def test_it_is_the_identity():
+def test_the_value_comes_back_unchanged():
   tree = {"a": X, "b": [jnp.float32(jnp.nan), None]}
   scaled = experimental.scale_cotangent(tree, 8.0)
   assert jax.tree.structure(scaled) == jax.tree.structure(tree)
@@ -132,7 +132,7 @@ INSIDE = {
 
 
 @pytest.mark.parametrize("function", INSIDE.values(), ids=INSIDE)
-def test_it_multiplies_inside_of(function):
+def test_a_cotangent_is_multiplied_inside_of(function):
   # `autocast` makes these float32 values float16.
   x = jnp.float32(X)
   found = jax.jit(jax.grad(function))(x, jnp.float32(4))

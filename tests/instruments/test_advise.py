@@ -218,7 +218,7 @@ SLOW = {"start too high, dynamic", "headroom loses steps", "floor"}
 
 
 @pytest.mark.parametrize("name", support.slow_but({*CHANGES} - SLOW, CHANGES))
-def test_a_run_calls_for_this_advice(name):
+def test_a_run_gets_its_advice(name):
   rule, history, beginnings, *check = CHANGES[name]
   history = history() if callable(history) else history
   assert_lines(lines(rule, history, *check), beginnings)

@@ -286,7 +286,7 @@ def test_an_s_that_overflows_is_halved_until_it_does_not():
   assert f"it ran at S / 2**{report.halvings}." in str(report)
 
 
-def test_other_outputs_that_follow_s_are_told_and_no_mistake():
+def test_other_outputs_that_follow_s_are_reported_and_no_mistake():
   def with_norms(new, old, _):
     scaled_grads = jax.grad(
       lambda params: ols.scale_loss(loss_fn(params, old[2]), old[1])
@@ -464,7 +464,7 @@ JUDGED = {
 
 
 @pytest.mark.parametrize("program", JUDGED)
-def test_a_law_gets_its_verdict(program):
+def test_a_program_gets_its_verdicts(program):
   make, *expected = JUDGED[program]
   report = check(*make())
   found = verdicts(report)
@@ -833,7 +833,7 @@ def test_a_step_with_an_argument_by_keyword_is_refused():
     instrument(lambda params, train: params, PARAMS, train=True)
 
 
-def test_a_warning_is_told_though_the_step_fails():
+def test_a_warning_is_given_though_the_step_fails():
   def step(params, opt_state):
     warnings.warn("a hint of the user's", stacklevel=1)
     raise ValueError("the step fails")

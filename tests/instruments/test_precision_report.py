@@ -136,7 +136,7 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_a_program_has_these_counts(name):
+def test_the_products_of_a_program_are_counted(name):
   fun, x, counts = COUNTS[name]
   assert report_of(fun, x, EYE.astype(x.dtype)).counts == counts
 

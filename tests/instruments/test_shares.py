@@ -58,7 +58,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_tree_has_this_share(name):
+def test_the_swallowed_share_of_a_tree(name):
   params, updates, share = CASES[name]
   found = jax.jit(swallowed_share)(
     {"w": params, "none": None}, {"w": updates, "none": None}

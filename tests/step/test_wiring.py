@@ -157,7 +157,7 @@ def as_an_ensemble(tx, params, state):
   return state
 
 
-def told_in_its_second_step(tx, step, jit):
+def warnings_in_the_second_step(tx, step, jit):
   """Returns the warnings of a step from a state that a first one has made."""
 
   def run(params, state):
@@ -187,8 +187,8 @@ both = pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
     as_an_ensemble,
   ],
 )
-def test_a_right_step_is_not_told_anything(step, jit):
-  assert told_in_its_second_step(scaling(), step, jit) == []
+def test_a_right_step_gets_no_warning(step, jit):
+  assert warnings_in_the_second_step(scaling(), step, jit) == []
 
 
 PRESET = ols.presets.mindspore_fixed(loss_scale=8.0, drop_overflow_update=True)
@@ -208,8 +208,8 @@ PRESET = ols.presets.mindspore_fixed(loss_scale=8.0, drop_overflow_update=True)
     (None, dropping(lambda overflow: {})),
   ],
 )
-def test_what_makes_no_difference_is_not_told(rule, step, jit):
-  assert told_in_its_second_step(scaling(rule=rule), step, jit) == []
+def test_what_makes_no_difference_gets_no_warning(rule, step, jit):
+  assert warnings_in_the_second_step(scaling(rule=rule), step, jit) == []
 
 
 @both
@@ -234,7 +234,7 @@ def test_what_makes_no_difference_is_not_told(rule, step, jit):
     "off, an array",
   ],
 )
-def test_gradients_of_another_kind_are_told(rule, step, text, jit):
+def test_gradients_of_another_kind_get_a_warning(rule, step, text, jit):
   tx = scaling(rule=rule)
   state = right(tx, PARAMS, tx.init(PARAMS))
 
@@ -341,7 +341,7 @@ FIRST_SCALES = {
 
 
 @pytest.mark.parametrize("text", FIRST_SCALES)
-def test_a_first_scale_that_rounds_is_told_at_construction(text):
+def test_a_first_scale_that_rounds_gets_a_warning_at_construction(text):
   (only,) = told(FIRST_SCALES[text])
   assert only.startswith(text) and "a power of two" in only
 
@@ -353,7 +353,7 @@ SGD_OR_FROZEN = {True: optax.set_to_zero(), False: optax.sgd(0.1)}
 
 
 @pytest.mark.parametrize("compile", [jax.jit, lambda init: init])
-def test_float16_parameters_without_a_master_are_told_by_init(compile):
+def test_float16_parameters_without_a_master_get_a_warning_from_init(compile):
   text = (
     "parameters in float16 should have master weights, got float16 at base and "
     "no masters in the state of `inner`: small updates are rounded away. Write "
@@ -381,5 +381,5 @@ HAVE_MASTERS = {
 @pytest.mark.parametrize(
   ("tx", "params"), HAVE_MASTERS.values(), ids=HAVE_MASTERS
 )
-def test_parameters_that_have_a_master_or_need_none_are_not_told(tx, params):
+def test_parameters_that_have_a_master_or_need_none_get_no_warning(tx, params):
   assert told(tx.init, params) == []
