@@ -184,6 +184,26 @@ def test_a_training_is_that_of_the_model(name):
   assert run._cache_size() == 1
 
 
+def run_by_loss(*names):
+  """Returns what is seen in each step of a training that follows its loss."""
+  batches = [BATCHES[name] for name in names]
+  stacked = jax.tree.map(lambda *x: jnp.asarray(x, jnp.float32), *batches)
+  name = "by loss in float16"
+  return compiled(name)(start(name), stacked)[1]
+
+
+def test_the_loss_of_a_skipped_step_does_not_switch():
+  seen = run_by_loss("low, NaN gradient", "loss at the target")
+  np.testing.assert_array_equal(seen["skipped"], [True, False])
+  np.testing.assert_array_equal(seen["low"], [True, False])
+
+
+def test_an_overflow_without_scaling_is_stalled():
+  seen = run_by_loss("inf", "loss at the target", "inf")
+  np.testing.assert_array_equal(seen["skipped"], [True, False, True])
+  np.testing.assert_array_equal(seen["stalled"], [False, False, True])
+
+
 # Numbers of every type, next to the limit.
 
 
