@@ -46,6 +46,7 @@ extensions = [
 ]
 include_patterns = [
   "*.md",
+  "benchmarks/measured/h100.md",
   "benchmarks/truth/README.md",
   "docs/**",
   "examples/*.md",

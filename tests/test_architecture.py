@@ -23,7 +23,7 @@ LINES = {
   "_autocast": 1744,
   "_base": 1218,
   "_jaxpr": 1310,
-  "_precision": 1_112,
+  "_precision": 1112,
   "_rules": 616,
   "_step": 3351,
   "checkpoints": 263,
