@@ -142,7 +142,9 @@ def test_second_derivatives_saturate():
   assert np.count_nonzero(got) == 4
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+  "check_vma", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 def test_gradients_are_summed_over_devices_and_clamped(check_vma):
   def local(weights, x):
     return jnp.sum((weights * x).astype(jnp.float32))

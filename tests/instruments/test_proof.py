@@ -44,7 +44,7 @@ from tests.instruments.steps import verdicts
 
 # ---- The facts found are true.
 
-COUNT = 100
+COUNT = 50
 
 
 def errors_of(found):
