@@ -68,13 +68,6 @@ def every_sequence(steps):
   return np.array(list(itertools.product([False, True], repeat=steps)))
 
 
-def name(value):
-  """Returns a test id without spaces, so that `pytest -k` can select it."""
-  if isinstance(value, dict):
-    return ",".join(f"{key}={value[key]}" for key in value)
-  return repr(value).replace(" ", "")
-
-
 def to_numpy(x):
   """Returns a copy of an array, of random keys their data."""
   if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):

@@ -96,8 +96,8 @@ def _is_same(a: jax.Array, b: jax.Array) -> jax.Array:
   is_equal = magnitude == _magnitude(b)
   is_equal &= (magnitude == 0) | (jnp.signbit(a) == jnp.signbit(b))
   # NaN has many bits, and a device may return other ones than it was given.
-  is_nan = (_bits.reached(x, np.inf, inclusive=False) for x in (a, b))
-  return is_equal | functools.reduce(jnp.logical_and, is_nan)
+  is_nan = [_bits.reached(x, np.inf, inclusive=False) for x in (a, b)]
+  return is_equal | (is_nan[0] & is_nan[1])
 
 
 def _magnitude(x: jax.Array) -> jax.Array:

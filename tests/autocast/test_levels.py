@@ -651,7 +651,6 @@ TWICE = {"gray": ["exp"], "black": ["exp"]}
     ({"operations": TWICE}, ValueError, "'exp' in 'gray' and 'black'"),
     ({"fun": {}}, TypeError, "`fun` must be a function"),
   ],
-  ids=str,
 )
 def test_a_wrong_argument_is_an_error_before_anything_is_traced(
   arguments, error, message

@@ -173,7 +173,7 @@ def test_a_varying_scale_multiplies_before_the_sum():
 
 
 @pytest.mark.parametrize(
-  "scale", [None, True, 1j, jnp.ones(2), jnp.array(True)], ids=repr
+  "scale", [None, True, 1j, jnp.ones(2), jnp.array(True)]
 )
 def test_a_scale_that_is_no_real_scalar_is_refused(scale):
   with pytest.raises(TypeError, match="`scale` must be a (number|real scalar)"):

@@ -314,7 +314,7 @@ def test_arithmetic_in_a_dtype_without_inf_is_an_error():
 
 
 @pytest.mark.parametrize(
-  "dtypes", [jnp.int32, (), None, 3, jnp.complex64, jnp.float8_e8m0fnu], ids=str
+  "dtypes", [jnp.int32, (), None, 3, jnp.complex64, jnp.float8_e8m0fnu]
 )
 def test_dtypes_that_are_not_signed_floats_are_refused(dtypes):
   with pytest.raises(TypeError, match="`dtypes` must hold"):

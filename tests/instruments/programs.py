@@ -491,8 +491,11 @@ def values_at_inf(number, names):
 
 
 @functools.cache
-def programs(count, seed=0):
-  """Returns programs that do every operation about equally often."""
+def programs(count, seed=0, start=0):
+  """Returns programs that do every operation about equally often.
+
+  Those before `start` are drawn and left out.
+  """
   rng = np.random.default_rng(seed)
   found, names, last = [], [], []
   for number in range(count):
@@ -500,7 +503,8 @@ def programs(count, seed=0):
       names += [str(x) for x in rng.permutation([*OPERATIONS])]
     last = last or [str(x) for x in rng.permutation([*LAST])]
     chosen, names = [*names[:8], last.pop()], names[8:]
-    found.append(program_of(seed * 10**6 + number, chosen))
+    if number >= start:
+      found.append(program_of(seed * 10**6 + number, chosen))
   return found
 
 

@@ -44,7 +44,16 @@ from tests.instruments.steps import verdicts
 
 # ---- The facts found are true.
 
-COUNT = 50
+COUNT = 50  # Of the random programs in a test.
+
+each_half = pytest.mark.parametrize(
+  "half", ["first", pytest.param("second", marks=pytest.mark.slow)]
+)
+
+
+def half_of_programs(half):
+  start = 0 if half == "first" else COUNT
+  return programs(start + COUNT, start=start)
 
 
 def errors_of(found):
@@ -60,8 +69,9 @@ def errors_of(found):
   )
 
 
-def test_what_is_said_of_random_programs_is_true():
-  errors, said = errors_of(programs(COUNT))
+@each_half
+def test_what_is_said_of_random_programs_is_true(half):
+  errors, said = errors_of(half_of_programs(half))
   assert not errors, "\n\n".join(errors[:3])
   assert said["powers"] > 10 * COUNT and said["identities"] > 7 * COUNT
   assert said["any"] > 2 and said["constants"] > 5
@@ -74,8 +84,9 @@ def test_what_is_said_of_values_on_devices_is_true():
   assert said["powers"] > 16
 
 
-def test_inf_and_nan_of_random_programs_show_where_it_is_said():
-  errors = [y for x in programs(COUNT) for y in hidden(x)]
+@each_half
+def test_inf_and_nan_of_random_programs_show_where_it_is_said(half):
+  errors = [y for x in half_of_programs(half) for y in hidden(x)]
   assert not errors, "\n\n".join(errors[:3])
 
 

@@ -102,7 +102,6 @@ def test_the_lines_of_the_page_run():
     ols.Policy(F32, None, F32, level="O0"),
     ols.Policy(jnp.float8_e4m3fn, F32, F64),
   ],
-  ids=str,
 )
 def test_a_policy_is_read_back_from_its_string(policy):
   assert ols.get_policy(str(policy)) == policy

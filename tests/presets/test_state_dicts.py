@@ -168,7 +168,6 @@ OTHER_ARGUMENTS = [
 @pytest.mark.parametrize(
   ("system", "changes", "arguments", "steps", "expected"),
   OTHER_ARGUMENTS,
-  ids=lambda x: str(x)[:30],
 )
 def test_a_saved_counter_meets_other_arguments(
   system, changes, arguments, steps, expected

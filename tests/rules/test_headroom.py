@@ -23,7 +23,6 @@ INF = (True, math.inf)
     ({"window": 3, "headroom": 0, "init_scale": 2.0**32}, 3),
     ({"window": 2, "min_scale": 0.75, "max_scale": 5.0}, 3),
   ],
-  ids=support.name,
 )
 def test_every_short_run_gives_the_scales_of_the_model(arguments, length):
   runs.assert_follows(

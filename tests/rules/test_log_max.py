@@ -29,7 +29,6 @@ def assert_follows(rule, make_model, overflows, amaxes):
 @pytest.mark.parametrize(
   "arguments",
   [{}, {"beta1": 0.5, "beta2": 0.75, "scale_min": 0.25, "scale_max": 2.0**20}],
-  ids=support.name,
 )
 def test_every_short_run_gives_the_scales_of_the_model(arguments):
   assert_follows(

@@ -258,7 +258,6 @@ def test_guarantee_3_clean_steps_before_an_overflow_do_not_count():
 @pytest.mark.parametrize(
   "factors",
   [(2.0, 0.5), (1.7, 0.3), (1e30, 1e-30), (3e38, 2e-38)],
-  ids=support.name,
 )
 def test_guarantee_4_500_overflows_and_500_growths_keep_a_usable_scale(factors):
   growth_factor, backoff_factor = factors

@@ -204,7 +204,6 @@ DYNAMIC, FIXED, HEADROOM, LOG_MAX, WARM_START = CLASSES
     (WARM_START, {"headroom": 127}, "must be between 0 and 126 bits"),
     (WARM_START, {"dtype": "f16"}, "must be a"),
   ],
-  ids=lambda x: getattr(x, "__name__", support.name(x)),
 )
 def test_an_argument_out_of_range_is_refused(rule_class, arguments, words):
   first = [ols.FixedLossScale()] if rule_class is WARM_START else []

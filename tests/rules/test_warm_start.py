@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from tests import support
 from tests.reference import amax_rules as reference
 from tests.reference import dynamic
 from tests.rules import runs
@@ -29,7 +28,6 @@ class DynamicModel(dynamic.Dynamic):
 @pytest.mark.parametrize(
   "arguments",
   [{}, {"probe_scale": 2.0**40, "headroom": 0}, {"probe_scale": 2.0**-120}],
-  ids=support.name,
 )
 def test_every_short_run_gives_the_scales_of_the_model(arguments):
   rule = WarmStart(

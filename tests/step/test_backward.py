@@ -41,7 +41,7 @@ def test_gradients_are_those_of_s_times_the_loss():
   assert_same_bits(by_hand(PARAMS), scaled)
 
 
-@pytest.mark.parametrize("argnums", [1, (0, 1), -1], ids=str)
+@pytest.mark.parametrize("argnums", [1, (0, 1), -1])
 def test_argnums_has_aux_and_keywords_are_those_of_jax(argnums):
   def fun(batch, params, *, power):
     loss = loss_fn(params, batch, power=power)
@@ -401,7 +401,7 @@ def test_a_leaf_without_a_gradient_is_named_with_the_remedy(name):
     assert f"got {said}" in str(caught.value)
 
 
-@pytest.mark.parametrize("argnums", [(0, 1), -1], ids=str)
+@pytest.mark.parametrize("argnums", [(0, 1), -1])
 def test_the_argument_of_a_leaf_without_a_gradient_is_named(argnums):
   run = ols.scaled_value_and_grad(
     lambda x, model: model_loss(model, x), 8.0, argnums=argnums

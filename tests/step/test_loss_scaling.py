@@ -485,7 +485,6 @@ def test_the_findings_decide_the_step_and_the_next_s(
     ((0, jnp.zeros(2)), False),
     ([False, jnp.array([0.0, 1.0])], True),
   ],
-  ids=lambda x: support.name(x)[:20],
 )
 def test_a_flag_is_set_if_anything_in_it_is_not_zero(flag, expected):
   tx = wrapped()
@@ -718,7 +717,6 @@ def test_guarantee_12_fp8_collections_go_around_the_wrapper():
     (None, 1.0, {"skip": NO}, 5),
     (None, 1.0, {"skip": YES}, 3),
   ],
-  ids=str,
 )
 def test_guarantee_12_a_skip_keeps_the_old_value_of_an_fp8_collection(
   rule, value, options, expected
