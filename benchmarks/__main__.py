@@ -3,6 +3,7 @@
 update      the update phase, beside other libraries; the default
 parts       whole steps, and each part of the library
 gpu         what holds on a GPU, and what it costs there
+targets     what is compiled for GPUs and TPUs that are not here
 autocast    what autocast makes of a model's products
 accelerate  what a precision schedule saves and costs
 truth       models trained with and without loss scaling
@@ -23,6 +24,7 @@ _COMMANDS = {
   "autocast": "benchmarks.autocast",
   "accelerate": "benchmarks.accelerate",
   "truth": "benchmarks.truth.command",
+  "targets": "benchmarks.targets",
 }
 
 

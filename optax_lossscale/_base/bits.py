@@ -10,6 +10,7 @@ from collections.abc import Hashable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import functools
+import itertools
 from typing import TypeVar
 
 import jax
@@ -191,9 +192,13 @@ def _largest(bits: Sequence[jax.Array]) -> jax.Array:
   # XLA combines reductions over devices only within one dtype.
   wide = unsigned if unsigned.itemsize > 4 else jnp.uint32
   largest = [jnp.max(x.astype(wide), initial=0) for x in bits]
-  # Without the barrier XLA splits the maximum over n values into n maxima, and
-  # repeats these wherever the result is used: n squared instructions.
-  return jnp.max(lax.optimization_barrier(jnp.stack(largest))).astype(unsigned)
+  # Maxima of two values each, not one of a stack: XLA takes such maxima on each
+  # device first, and then one over the devices instead of one for each array.
+  while len(largest) > 1:
+    pairs = itertools.zip_longest(largest[::2], largest[1::2])
+    largest = [x if y is None else jnp.maximum(x, y) for x, y in pairs]
+  # Without the barrier XLA repeats the n maxima wherever the result is used.
+  return lax.optimization_barrier(largest[0]).astype(unsigned)
 
 
 def _largest_by_folding(

@@ -7,10 +7,12 @@ import platform
 from typing import Any
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 import optax_lossscale as ols
 from optax_lossscale.cli import _parser
+from optax_lossscale.instruments import compiling
 
 _LEGEND = """\
 largest*2, too large: the results of a product and of a cast that overflow; a
@@ -18,6 +20,12 @@ number means that the device clips. 0/0: nan, or 0 if the device clips.
 subnormals: kept, or flushed to 0. cast back: whether a cast to the dtype and
 back is rounded, or both casts are elided. wider sums: yes if a sum had more
 digits than the dtype."""
+_WAYS = """\
+Whether a cast of a float32 to the dtype and back is rounded. cast back: as it
+is. barrier: with lax.optimization_barrier between both casts. bits: with the
+bits read as integers in between, and back."""
+_NARROW = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+_SIZE = "XLA's compilers take about 1.1 GB. They are installed into"
 _ADVICE = {
   "float32": "Train in float32, without loss scaling.",
   "bfloat16": "Train in bfloat16, without loss scaling.",
@@ -34,10 +42,70 @@ def add_parser(subparsers: Any) -> None:
     description="Prints versions, devices, what the default device does with "
     "numbers that do not fit, and which check and dtype to use.",
   )
+  parser.add_argument(
+    "--on",
+    metavar="TARGETS",
+    help="say which casts survive on devices that are not here, such as "
+    "h200,v5e; nothing is run",
+  )
+  parser.add_argument(
+    "--make-compilers",
+    metavar="FOLDER",
+    help="install XLA's compilers for GPUs and TPUs, for --on and for "
+    "ols.instruments.compile_report",
+  )
   parser.set_defaults(run=functools.partial(_run, parser))
 
 
-def _run(parser: _parser.Parser, _: object) -> int:
+def _run(parser: _parser.Parser, options: Any) -> int:
+  """Does what is asked for, or else describes what is here."""
+  try:
+    if options.make_compilers:
+      print(f"{_SIZE} {options.make_compilers}", flush=True)
+      compiling.make(options.make_compilers)
+      print(f"Now set {compiling.VARIABLE}={options.make_compilers}")
+    if options.on:
+      _print_narrowings(options.on.split(","))
+  except (RuntimeError, ValueError) as error:
+    parser.error(str(error))
+  is_done = options.make_compilers or options.on
+  return 0 if is_done else _describe(parser)
+
+
+def _print_narrowings(targets: list[str]) -> None:
+  """Prints which casts the compilers keep for some targets."""
+  ways = {
+    "cast back": lambda x: x,
+    "barrier": lax.optimization_barrier,
+    "bits": lambda x: lax.bitcast_convert_type(
+      lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}"), x.dtype
+    ),
+  }
+
+  def casts(*arrays: jax.Array) -> list[jax.Array]:
+    results = []
+    for (name, way), x in zip(ways.items(), arrays, strict=True):
+      with jax.named_scope(name):
+        results += [way(x.astype(y)).astype(x.dtype) for y in _NARROW]
+    return results
+
+  # Equal casts of one array would become one.
+  arrays = [jax.ShapeDtypeStruct((1024,), jnp.float32)] * len(ways)
+  report = ols.instruments.compile_report(casts, *arrays, targets=targets)
+  versions = ", ".join(f"{name} {y}" for name, y in report.versions.items())
+  print(f"Compiled, not run: {versions}")
+  for target, step in report.steps.items():
+    print(f"\n{target:<15}{'  '.join(f'{way:<9}' for way in ways)}".rstrip())
+    if step.error:
+      print(f"it does not compile: {step.error}")
+    kept = {(x.narrow, x.scope): x.kept for x in step.narrowings}
+    for dtype in _NARROW if kept else ():
+      found = ["kept" if kept[dtype, way] else "dropped" for way in ways]
+      print(f"{dtype:<15}{'  '.join(f'{x:<9}' for x in found)}".rstrip())
+  print(f"\n{_WAYS}")
+
+
+def _describe(parser: _parser.Parser) -> int:
   """Prints the versions first, since JAX may find no device."""
   print(f"python {platform.python_version()}")
   print(f"optax_lossscale {ols.__version__}")

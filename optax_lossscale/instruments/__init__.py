@@ -3,6 +3,9 @@
 from optax_lossscale.instruments._advise import Advice
 from optax_lossscale.instruments._advise import advise
 from optax_lossscale.instruments._check_step import check_step
+from optax_lossscale.instruments._compile_report import compile_report
+from optax_lossscale.instruments._compile_report import CompiledStep
+from optax_lossscale.instruments._compile_report import CompileReport
 from optax_lossscale.instruments._gradient_error import gradient_error
 from optax_lossscale.instruments._gradient_error import GradientErrorReport
 from optax_lossscale.instruments._history import get_history
@@ -26,6 +29,8 @@ from optax_lossscale.instruments._where_overflow import where_overflow
 
 __all__ = [
   "Advice",
+  "CompileReport",
+  "CompiledStep",
   "GradientErrorReport",
   "History",
   "Law",
@@ -37,6 +42,7 @@ __all__ = [
   "StepReport",
   "advise",
   "check_step",
+  "compile_report",
   "get_history",
   "gradient_error",
   "leaf_stats",

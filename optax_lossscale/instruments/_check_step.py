@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
-import inspect
-import sys
 from typing import Any
 from typing import ParamSpec
 from typing import TypeVar
@@ -141,13 +139,7 @@ def check_step(
     >>> ols.instruments.check_step(train_step, *shapes, jnp.eye(2)).ok
     False
   """
-  run, named = _bind(step, args)
-  known: dict[str, str] = {}
-  # Objects of Flax NNX exist only in a program that has imported it.
-  if "flax.nnx" in sys.modules:
-    from optax_lossscale.instruments import _nnx_step
-
-    run, named, known = _nnx_step.returning(run, named)
+  run, named, known = _runs.bind(step, args, "check_step")
   if known and carry:
     raise ValueError(
       "`carry` must be None with Flax NNX objects, since each is its own next "
@@ -259,25 +251,3 @@ def _proved(
       for x in ("scale", "invariance", "skip")
     )
     return _proof.Proof(laws, found, certain, (), ())
-
-
-def _bind(
-  step: Callable[..., Any], args: tuple[object, ...]
-) -> tuple[_runs.Step, dict[str, object]]:
-  """Returns `step` as a function of a dict of arguments, and that dict."""
-  if not callable(step):
-    raise TypeError(
-      "`step` must be the train step itself, got a "
-      f"{arguments.kind_of(step)}; its arguments come after it: "
-      "check_step(train_step, params, opt_state, batch)."
-    )
-  arguments.check_by_position(step, "step")
-  parameters = inspect.signature(step).parameters.values()
-  names = [x.name for x in parameters if x.kind < x.VAR_POSITIONAL]
-  # Arguments that the step takes as *args are named by their position.
-  names = [*names, *map(str, range(len(names), len(args)))][: len(args)]
-
-  def call(named: Mapping[str, object]) -> object:
-    return step(*(named[name] for name in names))
-
-  return call, dict(zip(names, args, strict=True))

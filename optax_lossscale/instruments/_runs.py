@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
+import inspect
 import math
+import sys
 from typing import Any
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._rules import loss_scales
 from optax_lossscale._step import states
@@ -39,6 +42,38 @@ _WORST_FIRST = ("wrong", "inconclusive", "rounding", "exact", "not applied")
 
 # A step as a function of its arguments by name.
 Step = Callable[[Mapping[str, object]], object]
+
+
+def bind(
+  step: Callable[..., Any], args: Sequence[object], caller: str
+) -> tuple[Step, dict[str, object], dict[str, str]]:
+  """Returns a step as a function of a dict of arguments, and that dict.
+
+  The last result is which output is which object of Flax NNX, since a step
+  changes those in place.
+  """
+  if not callable(step):
+    raise TypeError(
+      "`step` must be the train step itself, got a "
+      f"{arguments.kind_of(step)}; its arguments come after it: "
+      f"{caller}(train_step, params, opt_state, batch)."
+    )
+  arguments.check_by_position(step, "step")
+  parameters = inspect.signature(step).parameters.values()
+  names = [x.name for x in parameters if x.kind < x.VAR_POSITIONAL]
+  # Arguments that the step takes as *args are named by their position.
+  names = [*names, *map(str, range(len(names), len(args)))][: len(args)]
+
+  def call(named: Mapping[str, object]) -> object:
+    return step(*(named[name] for name in names))
+
+  named = dict(zip(names, args, strict=True))
+  # Objects of Flax NNX exist only in a program that has imported it.
+  if "flax.nnx" not in sys.modules:
+    return call, named, {}
+  from optax_lossscale.instruments import _nnx_step
+
+  return _nnx_step.returning(call, named)
 
 
 class Run(NamedTuple):

@@ -9,7 +9,6 @@ import pytest
 from benchmarks import accelerate
 from benchmarks import cases
 from benchmarks import checks
-from benchmarks import kernels
 from benchmarks import measurement
 from benchmarks import nonfinite
 from benchmarks import parts
@@ -75,51 +74,6 @@ def test_each_part_is_compared_with_the_contender_that_it_names(monkeypatch):
 
 # A loop whose body has one fusion and one copy, and operations that launch
 # nothing.
-PROGRAM = """\
-HloModule jit_f, entry_computation_layout={(f32[8]{0})->f32[]}
-
-%fused (p.1: f32[8]) -> f32[8] {
-  %p.1 = f32[8]{0} parameter(0)
-  ROOT %exp = f32[8]{0} exponential(%p.1)
-}
-
-%body (p.2: (s32[], f32[8])) -> (s32[], f32[8]) {
-  %p.2 = (s32[], /*index=1*/f32[8]{0}) parameter(0)
-  %i = s32[] get-tuple-element(%p.2), index=0
-  %x = f32[8]{0} get-tuple-element(%p.2), index=1
-  %i.2 = s32[] copy(%i)
-  %y = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused
-  ROOT %pair = (s32[], f32[8]{0}) tuple(%i.2, %y)
-}
-
-%condition (p.3: (s32[], f32[8])) -> pred[] {
-  %p.3 = (s32[], f32[8]{0}) parameter(0)
-  %j = s32[] get-tuple-element(%p.3), index=0
-  ROOT %more = pred[] fusion(%j), kind=kLoop, calls=%fused
-}
-
-ENTRY %main (x.1: f32[8]) -> f32[] {
-  %x.1 = f32[8]{0} parameter(0)
-  %zero = s32[] constant(0)
-  %start = (f32[8]{0}, u32[]) copy-start(%x.1)
-  %done = f32[8]{0} copy-done(%start)
-  %first = (s32[], f32[8]{0}) tuple(%zero, %done)
-  %loop = (s32[], f32[8]{0}) while(%first), condition=%condition, body=%body
-  %last = f32[8]{0} get-tuple-element(%loop), index=1
-  %b = f32[8] conditional(%zero, %x, %x), branch_computations={%fused, %fused}
-  %product = (f32[8]{0}, s8[64]{0}) custom-call(%b), custom_call_target="gemm"
-  %bits = f32[8]{0} bitcast(%last)
-  ROOT %sum = f32[] reduce(%bits, %zero), dimensions={0}, to_apply=%fused
-}
-"""
-
-
-def test_the_kernels_of_a_program_are_its_launches():
-  # Two of the loop's body, one of its condition, one in each branch, and in the
-  # entry computation an asynchronous copy, a call of a library and a sum.
-  assert kernels.count(PROGRAM) == 2 + 1 + 2 + 3
-
-
 # The check of each contender.
 
 

@@ -1,0 +1,86 @@
+"""Compiles programs for a target that is not here, in a process of its own.
+
+`compiling.py` starts it with the Python of an environment that holds XLA's
+compilers. There only JAX is installed, so nothing of this library is imported.
+"""
+
+import base64
+from importlib import metadata
+import json
+import math
+import pathlib
+import sys
+from typing import Any
+
+import jax
+from jax import export
+from jax.experimental import topologies
+import numpy as np
+
+
+def main(path: pathlib.Path) -> None:
+  """Replaces a job by what is found, after each of its programs."""
+  job = json.loads(path.read_text())
+  if jax.__version__ != job["jax"]:
+    sys.exit(
+      f"they are for jax {jax.__version__}, and jax {job['jax']} is here; make "
+      "them again."
+    )
+  packages = ("jax", "libtpu", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12")
+  versions = {x: metadata.version(x) for x in packages}
+  found: dict[str, Any] = {}
+  path.write_text(json.dumps({"versions": versions, "found": found}))
+  for name, program in job["programs"].items():
+    try:
+      found[name] = _compile(program, job["topology"], job["options"])
+    except Exception as error:  # XLA says in many types why it cannot.
+      found[name] = {"error": f"{error}".strip() or repr(error)}
+    path.write_text(json.dumps({"versions": versions, "found": found}))
+
+
+def _compile(
+  program: dict[str, Any], topology: dict[str, str], options: dict[str, Any]
+) -> dict[str, Any]:
+  """Compiles one exported program, and returns its texts and its memory."""
+  exported = export.deserialize(
+    bytearray(base64.b64decode(program["exported"]))
+  )
+  axes = program["axes"] or {"device": [1, "Auto"]}
+  sizes = [size for size, _ in axes.values()]
+  count = math.prod(sizes)
+  if topology["platform"] == "cuda":
+    topology = {**topology, "topology": f"1x1x{count}"}
+  devices = topologies.get_topology_desc(**topology).devices
+  if count > len(devices):
+    raise ValueError(
+      f"{topology['topology_name']} has {len(devices)} devices, and the mesh "
+      f"of the arguments {count}; name a larger one, as in 'v5e:16x16'."
+    )
+  mesh = jax.sharding.Mesh(
+    np.array(devices[:count]).reshape(sizes),
+    tuple(axes),
+    axis_types=tuple(jax.sharding.AxisType[x] for _, x in axes.values()),
+  )
+  everywhere = jax.NamedSharding(mesh, jax.P())
+  lowered = jax.jit(exported.call, donate_argnums=program["donated"]).lower(
+    *(
+      jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or everywhere)
+      for x, sharding in zip(
+        exported.in_avals, exported.in_shardings_jax(mesh), strict=True
+      )
+    )
+  )
+  compiled = lowered.compile(options)
+  memory: Any = compiled.memory_analysis()
+  return {
+    "before": lowered.as_text("hlo", debug_info=True),
+    "after": compiled.as_text(),
+    "arguments": memory.argument_size_in_bytes,
+    "outputs": memory.output_size_in_bytes,
+    "reused": memory.alias_size_in_bytes,
+    "temporaries": memory.temp_size_in_bytes,
+  }
+
+
+if __name__ == "__main__":
+  main(pathlib.Path(sys.argv[1]))

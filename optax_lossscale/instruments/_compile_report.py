@@ -1,0 +1,352 @@
+"""`compile_report`: what becomes of a step on a target that is not here."""
+
+import collections
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import os
+import re
+from typing import Any
+from typing import NamedTuple
+
+import jax
+from jax import export
+
+from optax_lossscale._jaxpr import interpreter
+from optax_lossscale.instruments import _compiled_program
+from optax_lossscale.instruments import _next_values
+from optax_lossscale.instruments import _runs
+from optax_lossscale.instruments import compiling
+
+_MOST_ROWS = 12
+# Kernels are not tuned, since tuning would run them.
+_UNTUNED = {"cuda": {"xla_gpu_autotune_level": 0}}
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+  """A step as XLA has compiled it for one target; nothing was run.
+
+  Attributes:
+    memory: bytes that a device of the target has.
+    error: why the step does not compile, or an empty string.
+    arguments: bytes of the arguments, on one device, as all that follow.
+    outputs: bytes of the outputs.
+    reused: bytes of the outputs that take the place of donated arguments.
+    temporaries: bytes that XLA plans for what is in between.
+    kernels: how many kernels, copies and library calls it launches; on a TPU,
+      how many operations. The body of a loop counts once, and so does every
+      branch.
+    collectives: how many there are of each kind, such as {"all-reduce": 1}.
+    conditionals: how many branches are decided while it runs. Without one, a
+      skip is a select.
+    products: its matrix products and convolutions.
+    narrowings: what became of each conversion to a narrower float.
+    text: the optimized HLO.
+  """
+
+  memory: int
+  error: str = ""
+  arguments: int = 0
+  outputs: int = 0
+  reused: int = 0
+  temporaries: int = 0
+  kernels: int = 0
+  collectives: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  conditionals: int = 0
+  products: tuple[_compiled_program.Product, ...] = ()
+  narrowings: tuple[_compiled_program.Narrowing, ...] = ()
+  text: str = dataclasses.field(default="", repr=False)
+
+  @property
+  def peak(self) -> int:
+    """Bytes that it needs in all: arguments, outputs and temporaries."""
+    return self.arguments + self.outputs - self.reused + self.temporaries
+
+  @property
+  def fits(self) -> bool:
+    """Whether it compiles, and a device of the target has that much memory."""
+    return not self.error and self.peak <= self.memory
+
+
+class CompileReport(NamedTuple):
+  """The findings of `compile_report`; print it for a table.
+
+  Attributes:
+    steps: the step by target.
+    baselines: the baseline by target; empty without one.
+    versions: of JAX and of the compilers.
+    options: of the compiler, by target.
+  """
+
+  steps: Mapping[str, CompiledStep]
+  baselines: Mapping[str, CompiledStep]
+  versions: Mapping[str, str]
+  options: Mapping[str, Mapping[str, Any]]
+
+  def __str__(self) -> str:
+    columns = dict[str, CompiledStep]()
+    lines = []
+    for target, step in self.steps.items():
+      columns[target] = step
+      if self.baselines:
+        columns[f"{target}, baseline"] = self.baselines[target]
+      lines += _sections(target, step, self.options[target])
+    versions = ", ".join(f"{x} {y}" for x, y in self.versions.items())
+    return "\n".join(
+      ["Compiled, not timed.", versions, *_table(columns), *lines]
+    )
+
+
+def compile_report(
+  step: Callable[..., Any],
+  *args: object,
+  targets: str | Sequence[str] = ("h200", "v6e"),
+  baseline: Callable[..., Any] | tuple[Any, ...] | None = None,
+  compiler_options: Mapping[str, Any] | None = None,
+  compilers: str | os.PathLike[str] | None = None,
+) -> CompileReport:
+  """Compiles a step for targets that are not here, and says what became of it.
+
+  XLA's compilers for NVIDIA GPUs and for TPUs need no such device. So a laptop
+  can tell which roundings of a program survive there, in which dtype each
+  product runs, how many kernels are launched, and whether it fits the memory.
+  Nothing runs: times are not to be had, and kernels are not tuned.
+
+  The compilers are in an environment of their own, for Linux on x86-64, which
+  `optax-lossscale doctor --make-compilers FOLDER` makes. A compilation runs in
+  another process, and may take minutes.
+
+  Args:
+    step: any function that JAX can trace, jitted or not, which may donate its
+      arguments.
+    *args: its arguments, as arrays or as the shapes and dtypes of arrays
+      (`jax.ShapeDtypeStruct`); Python's numbers are constants. Shardings are
+      taken along, of a mesh of devices or of a `jax.sharding.AbstractMesh`.
+      Bind any keyword-only arguments first, as in
+      `functools.partial(train_step, train=True)`.
+    targets: the names of devices: v100, t4, a100, h100, h200, b200, v5e, v6e
+      and tpu7x. A TPU may come with its size, as in "v5e:16x16".
+    baseline: another step to be put beside it, such as the same one without
+      loss scaling. A tuple of the step and its arguments if these differ.
+    compiler_options: XLA's options, as for `jax.jit`.
+    compilers: the folder with the compilers; by default the environment
+      variable `OPTAX_LOSSSCALE_COMPILERS`, or else this environment.
+
+  Returns:
+    The report. Print it, or read its `steps`.
+
+  Raises:
+    RuntimeError: if there are no compilers.
+    TypeError: if `step` is not a function or needs an argument by keyword.
+    ValueError: if there is no such target.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> ols.instruments.compile_report(abs, 1.0, targets="h300")
+    Traceback (most recent call last):
+    ...
+    ValueError: `targets` must be of v100, t4, a100, h100, h200, b200, ...
+  """
+  read = compiling.read_targets(targets)
+  python = compiling.find_python(compilers)
+  programs = {"step": _on_arrays(step, args)}
+  if baseline is not None:
+    other: Any = baseline if isinstance(baseline, tuple) else (baseline, *args)
+    programs["baseline"] = _on_arrays(other[0], other[1:])
+  exported = {
+    platform: {name: x.export(platform) for name, x in programs.items()}
+    for platform in {x.platform for x in read}
+  }
+  columns: dict[str, dict[str, CompiledStep]] = {"step": {}, "baseline": {}}
+  versions: dict[str, str] = {}
+  options = {}
+  for target in read:
+    options[target.name] = {
+      **_UNTUNED.get(target.platform, {}),
+      **(compiler_options or {}),
+    }
+    versions, found = compiling.compile_for(
+      target,
+      exported[target.platform],
+      python=python,
+      options=options[target.name],
+    )
+    for name, outcome in found.items():
+      columns[name][target.name] = read_program(target.name, **outcome)
+  return CompileReport(columns["step"], columns["baseline"], versions, options)
+
+
+def read_program(
+  target: str, *, before: str = "", after: str = "", **outcome: Any
+) -> CompiledStep:
+  """Returns what is found in a program, before and after it was compiled."""
+  (read,) = compiling.read_targets(target)
+  if not after:
+    return CompiledStep(read.memory, **outcome)
+  program = _compiled_program.parse(after)
+  asked = _compiled_program.parse(before)
+  return CompiledStep(
+    read.memory,
+    **outcome,
+    kernels=_compiled_program.kernels(program),
+    collectives=_compiled_program.collectives(program),
+    conditionals=_compiled_program.conditionals(program),
+    products=tuple(_compiled_program.products(program, read.platform == "tpu")),
+    narrowings=tuple(_compiled_program.narrowings(asked, program)),
+    text=after,
+  )
+
+
+class _Program(NamedTuple):
+  """A step on arrays alone, whose containers another process need not know.
+
+  Attributes:
+    jitted: the step.
+    shapes: of its arguments.
+    about: the positions of the arguments that are donated, and the size and
+      type of each axis of a mesh.
+  """
+
+  jitted: jax.stages.Wrapped
+  shapes: tuple[jax.ShapeDtypeStruct, ...]
+  about: dict[str, Any]
+
+  def export(self, platform: str) -> tuple[bytes, dict[str, Any]]:
+    """Returns the step, lowered for a platform and serialized."""
+    traced: Any = self.jitted.trace(*self.shapes)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    calls = set(re.findall(r"custom_call @([\w$.]+)", text))
+    exported = export.export(
+      self.jitted,
+      platforms=(platform,),
+      # What is not stable between versions of JAX is so within one.
+      disabled_checks=[*map(export.DisabledSafetyCheck.custom_call, calls)],
+    )(*self.shapes)
+    return bytes(exported.serialize()), self.about
+
+
+def _on_arrays(step: Callable[..., Any], args: Sequence[object]) -> _Program:
+  """Returns a step as a function of the arrays among its arguments."""
+  run, named, _ = _runs.bind(step, args, "compile_report")
+  leaves, tree = jax.tree.flatten([*named.values()])
+  # Equinox's models also hold strings and functions.
+  places = [i for i, x in enumerate(leaves) if interpreter.is_array(x)]
+  shapes = tuple(_shape(leaves[i]) for i in places)
+  impls = [_key_impl(leaves[i]) for i in places]
+
+  def on_arrays(*arrays: jax.Array) -> list[jax.Array]:
+    filled = list(leaves)
+    for i, impl, x in zip(places, impls, arrays, strict=True):
+      filled[i] = jax.random.wrap_key_data(x, impl=impl) if impl else x
+    values = jax.tree.unflatten(tree, filled)
+    outputs = jax.tree.leaves(run(dict(zip(named, values, strict=True))))
+    return [_plain(x) for x in outputs if isinstance(x, jax.Array)]
+
+  donated: list[int] = []
+  if isinstance(step, jax.stages.Wrapped):
+    # Not all that wrap a function tell. Python's numbers may be arguments.
+    info = jax.tree.leaves(getattr(step.trace(*args), "args_info", ()))
+    for among in (range(len(leaves)), places):
+      if len(among) == len(info):
+        donated = [
+          places.index(i)
+          for i, x in zip(among, info, strict=True)
+          if x.donated and i in places
+        ]
+  meshes = [x.sharding.mesh for x in shapes if x.sharding is not None]
+  axes = {
+    name: (mesh.shape[name], kind.name)
+    for mesh in meshes[:1]
+    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+  }
+  about = {"donated": donated, "axes": axes}
+  return _Program(jax.jit(on_arrays), shapes, about)
+
+
+def _plain(x: Any) -> Any:
+  """Returns an array as it is, and the numbers of a typed key."""
+  return jax.random.key_data(x) if _next_values.is_key(x) else x
+
+
+def _key_impl(x: Any) -> Any:
+  """Returns how a typed key is made; None for other arrays."""
+  found: list[Any] = []
+  if _next_values.is_key(x):
+    # Only a traced key says it, so that this works for shapes.
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), x)
+  return found[0] if found else None
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+  """Returns the shape of an argument as a plain array, and its sharding."""
+  sharding = getattr(x, "sharding", None)
+  shape = jax.eval_shape(_plain, x)
+  if isinstance(sharding, jax.NamedSharding) and sharding.mesh.size > 1:
+    return shape.update(sharding=sharding)
+  return shape
+
+
+def _table(columns: Mapping[str, CompiledStep]) -> list[str]:
+  """Returns the numbers of steps, one column for each."""
+  kinds = sorted({kind for x in columns.values() for kind in x.collectives})
+  names = [
+    *("arguments, MB", "outputs in new memory, MB", "temporaries, MB"),
+    *("in all, MB", "fits the memory", "kernels", *kinds, "conditionals"),
+    *("products", "narrowings kept", "narrowings dropped"),
+  ]
+
+  def cells(x: CompiledStep) -> list[str]:
+    kept = sum(y.kept for y in x.narrowings)
+    sizes = x.arguments, x.outputs - x.reused, x.temporaries, x.peak
+    found = [x.collectives.get(kind, 0) for kind in kinds]
+    found = [x.kernels, *found, x.conditionals, len(x.products), kept]
+    return [
+      *(f"{y / 1e6:,.{1 if y < 1e9 else 0}f}" for y in sizes),
+      "yes" if x.fits else "no",
+      *(f"{y:,}" for y in (*found, len(x.narrowings) - kept)),
+    ]
+
+  table = [
+    ["", *names],
+    *(
+      [name, *(["-"] * len(names) if x.error else cells(x))]
+      for name, x in columns.items()
+    ),
+  ]
+  widths = [max(map(len, column)) for column in table]
+  return [
+    "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+    for row in zip(*table, strict=True)
+  ]
+
+
+def _sections(
+  target: str, step: CompiledStep, options: Mapping[str, Any]
+) -> list[str]:
+  """Returns the products by dtype, the wide ones, and dropped narrowings."""
+  title = f"{target}, {options}" if options else target
+  if step.error:
+    return [f"\n{title}: it does not compile: {step.error.splitlines()[0]}"]
+  lines = [f"\n{title}"]
+  for name, rows in {
+    "products": [
+      f"{' x '.join(x.operands)} -> {x.result}, {x.through}"
+      for x in step.products
+    ],
+    "products of float32": [
+      f"{x.line}  {x.scope}" for x in step.products if "float32" in x.operands
+    ],
+    "narrowings dropped": [
+      f"{x.line}  {x.wide} -> {x.narrow}" for x in step.narrowings if not x.kept
+    ],
+  }.items():
+    counts = collections.Counter(rows)
+    lines += [f"{name}: {'' if rows else 'none'}".rstrip()]
+    lines += [
+      f"  {n:,} x {x.strip()}" for x, n in counts.most_common(_MOST_ROWS)
+    ]
+    if len(counts) > _MOST_ROWS:
+      lines += [f"  and {len(counts) - _MOST_ROWS} other lines"]
+  return lines

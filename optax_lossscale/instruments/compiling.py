@@ -1,0 +1,183 @@
+"""XLA's compilers for targets that are not here, in another environment.
+
+With the CUDA plugin installed, JAX believes that there is a GPU. So each
+compilation runs in another process, and only this module starts any.
+"""
+
+import base64
+from collections.abc import Mapping
+from collections.abc import Sequence
+import functools
+import importlib
+from importlib import metadata
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from typing import Any
+from typing import NamedTuple
+
+import jax
+
+from optax_lossscale._base import arguments
+
+VARIABLE = "OPTAX_LOSSSCALE_COMPILERS"
+_HERE = pathlib.Path(__file__).parent
+# Those of the user's settings would change what is compiled, or for what.
+_SETTINGS = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "PYTHON")
+_OWN_SETTINGS = {
+  "JAX_PLATFORMS": "cpu",
+  "TPU_SKIP_MDS_QUERY": "1",
+  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+class Target(NamedTuple):
+  """A kind of device to compile for.
+
+  Attributes:
+    name: as the user writes it, such as "h200" or "v5e:16x16".
+    memory: of one device, in bytes.
+    topology: the arguments of `get_topology_desc`.
+  """
+
+  name: str
+  memory: int
+  topology: Mapping[str, str]
+
+  @property
+  def platform(self) -> str:
+    """As JAX calls it, "cuda" or "tpu"."""
+    return self.topology["platform"]
+
+
+def read_targets(names: str | Sequence[str]) -> list[Target]:
+  """Returns the targets of names such as "h200" or "v5e:16x16".
+
+  Raises:
+    ValueError: if there is no such target.
+  """
+  names = [names] if isinstance(names, str) else names
+  return [_read_target(name) for name in names]
+
+
+def _read_target(name: str) -> Target:
+  kind, _, size = str(name).partition(":")
+  known = _data()["targets"]
+  found = known.get(kind, {})
+  if not found or (size and "size" not in found):
+    raise ValueError(
+      f"`targets` must be of {', '.join(known)}, a TPU perhaps with its size "
+      f"as in 'v5e:16x16', got {arguments.shown(name)}"
+      f"{arguments.did_you_mean(kind, known)}."
+    )
+  if "size" in found:
+    place = f"{kind}:{size or found['size']}"
+    topology = {"platform": "tpu", "topology_name": place}
+  else:
+    card = _data()["card"].format(**found)
+    topology = {"platform": "cuda", "topology_name": "", "target_config": card}
+  return Target(name, found["memory"], topology)
+
+
+@functools.cache
+def _data() -> Mapping[str, Any]:
+  return tomllib.loads((_HERE / "targets.toml").read_text(encoding="utf-8"))
+
+
+def find_python(folder: str | os.PathLike[str] | None) -> pathlib.Path:
+  """Returns the Python that has the compilers, and imports flatbuffers.
+
+  Raises:
+    RuntimeError: if there is none.
+  """
+  folder = folder or os.environ.get(VARIABLE)
+  packages = "libtpu", "jax_cuda12_plugin", "flatbuffers"
+  if not folder and all(map(importlib.util.find_spec, packages)):
+    return pathlib.Path(sys.executable)
+  python = pathlib.Path(folder or "", "bin", "python")
+  if not (folder and python.exists()):
+    got = f"got {os.fspath(folder)!r}" if folder else f"{VARIABLE} is not set"
+    raise RuntimeError(
+      f"XLA's compilers must be installed, {got}; run `optax-lossscale doctor "
+      "--make-compilers FOLDER` once, and pass compilers=FOLDER or set "
+      f"{VARIABLE}=FOLDER."
+    )
+  # `jax.export` needs flatbuffers, which is Python alone.
+  places = [*map(str, python.parents[1].glob("lib/python*/site-packages"))]
+  sys.path += places
+  try:
+    importlib.import_module("flatbuffers")
+  finally:
+    del sys.path[len(sys.path) - len(places) :]
+  return python
+
+
+def make(folder: str) -> None:
+  """Makes an environment of the compilers for the JAX that is here."""
+  subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+  pip = [os.path.join(folder, "bin", "pip"), "install", "--quiet"]
+  extra = [x.split(";") for x in metadata.requires("optax-lossscale") or ()]
+  needed = [x for x, *marker in extra if "extra == 'compile'" in str(marker)]
+  subprocess.run([*pip, f"jax=={jax.__version__}", *needed], check=True)
+
+
+def compile_for(
+  target: Target,
+  programs: Mapping[str, tuple[bytes, Mapping[str, Any]]],
+  *,
+  python: pathlib.Path,
+  options: Mapping[str, Any],
+) -> tuple[dict[str, str], dict[str, Any]]:
+  """Compiles programs, and returns the versions and what became of each.
+
+  Args:
+    target: for which.
+    programs: each one exported, and what `_compile_child.py` must know of it.
+    python: that has the compilers.
+    options: of the compiler.
+
+  Raises:
+    RuntimeError: if the compilers do not start.
+  """
+  job = {
+    "jax": jax.__version__,
+    "topology": target.topology,
+    "options": options,
+    "programs": {
+      name: {"exported": base64.b64encode(exported).decode(), **about}
+      for name, (exported, about) in programs.items()
+    },
+  }
+  kept = {x: y for x, y in os.environ.items() if not x.startswith(_SETTINGS)}
+  with tempfile.TemporaryDirectory() as folder:
+    path = pathlib.Path(folder, "job.json")
+    path.write_text(json.dumps(job))
+    start = time.monotonic()
+    sys.stderr.write(f"Compiling for {target.name} ...")
+    sys.stderr.flush()
+    # It ends the other process, too, if this one is interrupted.
+    done = subprocess.run(
+      [python, "-I", _HERE / "_compile_child.py", path],
+      env=kept | _OWN_SETTINGS,
+      capture_output=True,
+      text=True,
+      errors="replace",
+    )
+    sys.stderr.write(f" {time.monotonic() - start:.0f} s\n")
+    result = json.loads(path.read_text())
+  said = [x for x in done.stderr.splitlines() if x.strip()] or ["no message"]
+  if "versions" not in result:
+    raise RuntimeError(
+      f"The compilers of {python.parents[1]} must start, got: {said[-1]}"
+    )
+  ended = f"the compiler ended with status {done.returncode}: {said[-1]}"
+  found = result["found"]
+  return result["versions"], {
+    name: found.get(name, {"error": ended}) for name in programs
+  }

@@ -1,0 +1,222 @@
+"""What the pages say of GPUs and TPUs, in programs compiled for nine of them.
+
+Nothing here runs on the target. These tests need XLA's compilers.
+"""
+
+import collections
+import functools
+import json
+import re
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from benchmarks import targets as cases
+import optax_lossscale as ols
+from optax_lossscale._base import bits
+from optax_lossscale.instruments import _compiled_program
+from tests import documents
+from tests import test_excess_precision
+from tests.instruments import compiled_step
+
+pytestmark = [pytest.mark.targets, pytest.mark.usefixtures("one_device")]
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+  """Lets the library see one device, as a laptop has it."""
+  monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+each_target = pytest.mark.parametrize("target", cases.TARGETS)
+STORED = json.loads(documents.read("benchmarks/measured/targets.json"))
+GPUS = {"v100", "t4", "a100", "h100", "h200", "b200"}
+# The share of the parameters that temporaries may need. TPUs fetch ahead.
+MOST_TEMPORARIES = {True: 0.005, False: 0.1}
+DTYPES = test_excess_precision.DTYPES
+PLACES = test_excess_precision.PLACES
+X = jax.ShapeDtypeStruct((4096,), jnp.float32)
+
+
+def compile_for(target, step, *args):
+  """Returns the step as it is compiled for a target."""
+  report = ols.instruments.compile_report(step, *args, targets=target)
+  found = report.steps[target]
+  assert not found.error
+  return found
+
+
+@each_target
+def test_each_rounding_that_decides_what_is_found_is_kept(target):
+  casts = {
+    "cast back": lambda x: x.astype(jnp.float32),
+    "barrier": lambda x: lax.optimization_barrier(x).astype(jnp.float32),
+    "held": lambda x: bits.held(x).astype(jnp.float32),
+  }
+  places = casts | PLACES
+  rows = {f"{x} {y}": (x, y) for x in places for y in DTYPES}
+
+  def step(*arrays):
+    results = []
+    for (row, (place, dtype)), x in zip(rows.items(), arrays, strict=True):
+      with jax.named_scope(row):
+        results.append(places[place](x.astype(dtype)))
+    return results
+
+  # Each has its own array, since equal casts of one array would become one.
+  found = compile_for(target, step, *[X] * len(rows))
+  program = _compiled_program.parse(found.text)
+  rounds = {x.scope for x in found.narrowings if x.kept}
+  # What rounds in float32 itself needs no cast that is kept.
+  rounds |= {
+    x.scope for x, _ in program.running() if x.opcode == "reduce-precision"
+  }
+  dropped = {x for x in rows if not any(y.startswith(x) for y in rounds)}
+  plain = {f"cast back {dtype}" for dtype in DTYPES}
+  assert dropped == (plain if target in GPUS else set())
+
+
+@each_target
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_the_update_reads_each_gradient_twice_and_selects(target, dtype):
+  step, state, grads = cases.update("optax_lossscale", dtype)
+  found = compile_for(target, step, state, grads)
+  assert found.conditionals == 0 and not found.collectives
+  size = sum(4 * x.size for x in grads)
+  assert found.temporaries <= MOST_TEMPORARIES[target in GPUS] * size
+  program = _compiled_program.parse(found.text)
+  first = len(jax.tree.leaves(state))
+  numbers = set(map(str, range(first, first + len(grads))))
+  parameters = {
+    name: x.operands[0]
+    for name in program.computations[program.entry]
+    if (x := program.instructions[name]).opcode == "parameter"
+  }
+  gradients = [x for x, number in parameters.items() if number in numbers]
+  assert len(gradients) == len(grads)
+  for name in gradients:
+    assert 1 <= reads(program, name) <= 2, name
+
+
+def reads(program, name):
+  """Returns how often a parameter is read from memory."""
+  users, total = [name], 0
+  slices = collections.Counter()
+  while users:
+    at = users.pop()
+    for key in program.computations[program.entry]:
+      x = program.instructions[key]
+      if at in x.operands:
+        if x.opcode in ("bitcast", "get-tuple-element"):
+          users.append(key)
+        elif part := re.search(r"slice=(\{.*?\})", x.rest):
+          slices[part[1]] += 1  # TPUs fetch a large array in parts.
+        else:
+          total += x.opcode != "tuple"
+  return total + max(slices.values(), default=0)
+
+
+def loss_fn(w, x):
+  return jnp.mean(jnp.square(jnp.tanh(x @ w[0]) @ w[1]))
+
+
+WEIGHTS = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 2
+
+
+@each_target
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_autocast_lowers_products_and_their_gradients(target, dtype):
+  grad = jax.grad(ols.autocast(loss_fn, "O1", dtype=dtype))
+  found = compile_for(target, grad, WEIGHTS, WEIGHTS[0])
+  assert len(found.products) == 5
+  wide = [x for x in found.products if x.operands != (dtype, dtype)]
+  # Volta and Turing have no matrix unit for bfloat16.
+  is_emulated = dtype == "bfloat16" and target in ("v100", "t4")
+  assert len(wide) == (5 if is_emulated else 0)
+
+
+@each_target
+def test_what_changes_numbers_without_a_gradient_is_compiled(target):
+  tx = ols.master_weights(
+    ols.loss_scaling(optax.adam(1e-3), ols.DynamicLossScale())
+  )
+  schedule = ols.PrecisionSchedule(jnp.float16, until_step=9)
+
+  def scaled(w, x, factor):
+    scale = ols.experimental.scale_cotangent
+    w = scale(w, 1 / factor)
+    return scale(loss_fn(w, scale(x, 1 / factor)), factor)
+
+  def step(params, opt_state, state, x, factor):
+    loss = functools.partial(scaled, factor=factor)
+    value_and_grad = schedule.value_and_grad(loss, opt_state, state)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    loss, grads = value_and_grad(wide, x)
+    by_schedule = schedule.optimizer(tx, state)
+    updates, opt_state = by_schedule.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+  params = [x.update(dtype=jnp.float16) for x in WEIGHTS]
+  opt_state = jax.eval_shape(tx.init, params)
+  state = jax.eval_shape(schedule.init)
+  factor = jax.ShapeDtypeStruct((), jnp.float32)
+  found = compile_for(
+    target, step, params, opt_state, state, WEIGHTS[0], factor
+  )
+  # Which precision it is, is decided by a branch, and the skip by a select.
+  assert found.conditionals == 1
+  kinds = collections.Counter(x.operands[0] for x in found.products)
+  assert kinds == {"float16": 5, "float32": 5}
+
+
+@each_target
+def test_the_stored_programs_are_what_the_compilers_make(target):
+  if target not in compiled_step.TARGETS:
+    target = "h200"
+  found = compile_for(target, *compiled_step.program())
+  stored = compiled_step.load(target)
+  assert found.reused == stored["reused"]
+
+
+# The figures of docs/costs.md, within bounds for another version of JAX.
+
+
+def check_figures(part, target, names):
+  found = cases.figures(part, target, names)
+  for name in names:
+    row, stored = found[name], STORED["parts"][part][target][name]
+    assert row.keys() == stored.keys()
+    for key, x in row.items():
+      slack = {"temporaries": 2**20, "kernels": 10}.get(key, 0)
+      within = x <= 1.1 * stored[key] + slack
+      assert within, f"{part}, {target}, {name}: {key} {x}, not {stored[key]}"
+
+
+@each_target
+def test_the_update_phase_needs_what_the_page_says(target):
+  names = cases.CONTENDERS[:2]
+  check_figures("update, float16 gradients", target, names)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+  ("part", "target"),
+  [
+    (part, target)
+    for part, (_, its_targets) in cases.PARTS.items()
+    for target in its_targets
+    if part != "update, float16 gradients"
+  ],
+)
+def test_a_train_step_needs_what_the_page_says(part, target):
+  check_figures(part, target, cases.CONTENDERS[:2])
+
+
+def test_sharded_over_256_chips_loss_scaling_adds_small_reductions():
+  rows = cases.figures("sharded train step, 256 x v5e", "v5e:16x16")
+  bare, ours, *peers = rows.values()
+  assert ours["all_reduce"] - bare["all_reduce"] <= 2
+  assert ours["temporaries"] <= min(x["temporaries"] for x in peers)
