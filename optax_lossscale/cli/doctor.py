@@ -1,5 +1,6 @@
 """`optax-lossscale doctor`: versions, devices, and what to use here."""
 
+import argparse
 import collections
 import functools
 from importlib import metadata
@@ -57,7 +58,7 @@ def add_parser(subparsers: Any) -> None:
   parser.set_defaults(run=functools.partial(_run, parser))
 
 
-def _run(parser: _parser.Parser, options: Any) -> int:
+def _run(parser: _parser.Parser, options: argparse.Namespace) -> int:
   """Does what is asked for, or else describes what is here."""
   try:
     if options.make_compilers:

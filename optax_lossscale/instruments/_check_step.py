@@ -190,7 +190,7 @@ def _as_written(report: _verdicts.StepReport) -> _verdicts.StepReport:
 
 
 def _report(
-  run: _runs.Step,
+  run: _next_values.Step,
   named: dict[str, object],
   carry: _next_values.Carry | None,
   known: Mapping[str, str],

@@ -10,7 +10,6 @@ import json
 import math
 import pathlib
 import sys
-from typing import Any
 
 import jax
 from jax import export
@@ -28,24 +27,27 @@ def main(path: pathlib.Path) -> None:
     )
   packages = ("jax", "libtpu", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12")
   versions = {x: metadata.version(x) for x in packages}
-  found: dict[str, Any] = {}
+  found: dict[str, object] = {}
   path.write_text(json.dumps({"versions": versions, "found": found}))
   for name, program in job["programs"].items():
     try:
-      found[name] = _compile(program, job["topology"], job["options"])
+      found[name] = _compile(job["topology"], job["options"], **program)
     except Exception as error:  # XLA says in many types why it cannot.
       found[name] = {"error": f"{error}".strip() or repr(error)}
     path.write_text(json.dumps({"versions": versions, "found": found}))
 
 
 def _compile(
-  program: dict[str, Any], topology: dict[str, str], options: dict[str, Any]
-) -> dict[str, Any]:
+  topology: dict[str, str],
+  options: dict[str, str],
+  *,
+  exported: str,
+  donated: list[int],
+  axes: dict[str, tuple[int, str]],
+) -> dict[str, str | int]:
   """Compiles one exported program, and returns its texts and its memory."""
-  exported = export.deserialize(
-    bytearray(base64.b64decode(program["exported"]))
-  )
-  axes = program["axes"] or {"device": [1, "Auto"]}
+  program = export.deserialize(bytearray(base64.b64decode(exported)))
+  axes = axes or {"device": (1, "Auto")}
   sizes = [size for size, _ in axes.values()]
   count = math.prod(sizes)
   if topology["platform"] == "cuda":
@@ -62,16 +64,17 @@ def _compile(
     axis_types=tuple(jax.sharding.AxisType[x] for _, x in axes.values()),
   )
   everywhere = jax.NamedSharding(mesh, jax.P())
-  lowered = jax.jit(exported.call, donate_argnums=program["donated"]).lower(
+  lowered = jax.jit(program.call, donate_argnums=donated).lower(
     *(
       jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or everywhere)
       for x, sharding in zip(
-        exported.in_avals, exported.in_shardings_jax(mesh), strict=True
+        program.in_avals, program.in_shardings_jax(mesh), strict=True
       )
     )
   )
   compiled = lowered.compile(options)
-  memory: Any = compiled.memory_analysis()
+  memory = compiled.memory_analysis()
+  assert memory is not None
   return {
     "before": lowered.as_text("hlo", debug_info=True),
     "after": compiled.as_text(),

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import dataclasses
 import os
 import re
-from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -83,7 +82,7 @@ class CompileReport(NamedTuple):
   steps: Mapping[str, CompiledStep]
   baselines: Mapping[str, CompiledStep]
   versions: Mapping[str, str]
-  options: Mapping[str, Mapping[str, Any]]
+  options: Mapping[str, Mapping[str, object]]
 
   def __str__(self) -> str:
     columns = dict[str, CompiledStep]()
@@ -100,11 +99,11 @@ class CompileReport(NamedTuple):
 
 
 def compile_report(
-  step: Callable[..., Any],
+  step: Callable[..., object],
   *args: object,
   targets: str | Sequence[str] = ("h200", "v6e"),
-  baseline: Callable[..., Any] | tuple[Any, ...] | None = None,
-  compiler_options: Mapping[str, Any] | None = None,
+  baseline: Callable[..., object] | tuple[object, ...] | None = None,
+  compiler_options: Mapping[str, object] | None = None,
   compilers: str | os.PathLike[str] | None = None,
 ) -> CompileReport:
   """Compiles a step for targets that are not here, and says what became of it.
@@ -153,8 +152,8 @@ def compile_report(
   python = compiling.find_python(compilers)
   programs = {"step": _on_arrays(step, args)}
   if baseline is not None:
-    other: Any = baseline if isinstance(baseline, tuple) else (baseline, *args)
-    programs["baseline"] = _on_arrays(other[0], other[1:])
+    given = baseline if isinstance(baseline, tuple) else (baseline, *args)
+    programs["baseline"] = _on_arrays(given[0], given[1:])
   exported = {
     platform: {name: x.export(platform) for name, x in programs.items()}
     for platform in {x.platform for x in read}
@@ -174,28 +173,28 @@ def compile_report(
       options=options[target.name],
     )
     for name, outcome in found.items():
-      columns[name][target.name] = read_program(target.name, **outcome)
+      columns[name][target.name] = read_program(target.name, outcome)
   return CompileReport(columns["step"], columns["baseline"], versions, options)
 
 
-def read_program(
-  target: str, *, before: str = "", after: str = "", **outcome: Any
-) -> CompiledStep:
+def read_program(target: str, outcome: compiling.Outcome) -> CompiledStep:
   """Returns what is found in a program, before and after it was compiled."""
   (read,) = compiling.read_targets(target)
-  if not after:
+  if "error" in outcome:
     return CompiledStep(read.memory, **outcome)
-  program = _compiled_program.parse(after)
-  asked = _compiled_program.parse(before)
+  sizes = {x: y for x, y in outcome.items() if x not in ("before", "after")}
+  asked, program = (
+    _compiled_program.parse(outcome[x]) for x in ("before", "after")
+  )
   return CompiledStep(
     read.memory,
-    **outcome,
+    **sizes,
     kernels=_compiled_program.kernels(program),
     collectives=_compiled_program.collectives(program),
     conditionals=_compiled_program.conditionals(program),
     products=tuple(_compiled_program.products(program, read.platform == "tpu")),
     narrowings=tuple(_compiled_program.narrowings(asked, program)),
-    text=after,
+    text=outcome["after"],
   )
 
 
@@ -211,11 +210,11 @@ class _Program(NamedTuple):
 
   jitted: jax.stages.Wrapped
   shapes: tuple[jax.ShapeDtypeStruct, ...]
-  about: dict[str, Any]
+  about: Mapping[str, object]
 
-  def export(self, platform: str) -> tuple[bytes, dict[str, Any]]:
+  def export(self, platform: str) -> tuple[bytes, Mapping[str, object]]:
     """Returns the step, lowered for a platform and serialized."""
-    traced: Any = self.jitted.trace(*self.shapes)
+    traced = self.jitted.trace(*self.shapes)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     calls = set(re.findall(r"custom_call @([\w$.]+)", text))
     exported = export.export(
@@ -227,7 +226,7 @@ class _Program(NamedTuple):
     return bytes(exported.serialize()), self.about
 
 
-def _on_arrays(step: Callable[..., Any], args: Sequence[object]) -> _Program:
+def _on_arrays(step: object, args: Sequence[object]) -> _Program:
   """Returns a step as a function of the arrays among its arguments."""
   run, named, _ = _runs.bind(step, args, "compile_report")
   leaves, tree = jax.tree.flatten([*named.values()])
@@ -236,7 +235,7 @@ def _on_arrays(step: Callable[..., Any], args: Sequence[object]) -> _Program:
   shapes = tuple(_shape(leaves[i]) for i in places)
   impls = [_key_impl(leaves[i]) for i in places]
 
-  def on_arrays(*arrays: jax.Array) -> list[jax.Array]:
+  def on_arrays(*arrays: jax.Array) -> list[object]:
     filled = list(leaves)
     for i, impl, x in zip(places, impls, arrays, strict=True):
       filled[i] = jax.random.wrap_key_data(x, impl=impl) if impl else x
@@ -265,21 +264,21 @@ def _on_arrays(step: Callable[..., Any], args: Sequence[object]) -> _Program:
   return _Program(jax.jit(on_arrays), shapes, about)
 
 
-def _plain(x: Any) -> Any:
+def _plain(x: object) -> object:
   """Returns an array as it is, and the numbers of a typed key."""
   return jax.random.key_data(x) if _next_values.is_key(x) else x
 
 
-def _key_impl(x: Any) -> Any:
+def _key_impl(x: object) -> str | None:
   """Returns how a typed key is made; None for other arrays."""
-  found: list[Any] = []
+  found: list[str] = []
   if _next_values.is_key(x):
     # Only a traced key says it, so that this works for shapes.
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), x)
+    jax.eval_shape(lambda key: found.append(str(jax.random.key_impl(key))), x)
   return found[0] if found else None
 
 
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
+def _shape(x: object) -> jax.ShapeDtypeStruct:
   """Returns the shape of an argument as a plain array, and its sharding."""
   sharding = getattr(x, "sharding", None)
   shape = jax.eval_shape(_plain, x)
@@ -323,7 +322,7 @@ def _table(columns: Mapping[str, CompiledStep]) -> list[str]:
 
 
 def _sections(
-  target: str, step: CompiledStep, options: Mapping[str, Any]
+  target: str, step: CompiledStep, options: Mapping[str, object]
 ) -> list[str]:
   """Returns the products by dtype, the wide ones, and dropped narrowings."""
   title = f"{target}, {options}" if options else target

@@ -3,6 +3,7 @@
 Leaves may be arrays, or the shapes and dtypes of arrays that nothing has run.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -43,6 +44,9 @@ RETURN = (
 
 # Leads from arguments, by name or position, to the outputs of a step.
 Carry = Mapping[Any, int | str]
+
+# A step as a function of its arguments by name.
+Step = Callable[[Mapping[str, object]], object]
 
 
 def match(

@@ -6,7 +6,7 @@ from flax import nnx
 import jax
 
 from optax_lossscale._base import leaves
-from optax_lossscale.instruments._runs import Step
+from optax_lossscale.instruments._next_values import Step
 
 
 def returning(

@@ -1,6 +1,5 @@
 """Runs a step with several values of S, and judges what comes out."""
 
-from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -40,13 +39,10 @@ _MORE_STEPS = 8
 
 _WORST_FIRST = ("wrong", "inconclusive", "rounding", "exact", "not applied")
 
-# A step as a function of its arguments by name.
-Step = Callable[[Mapping[str, object]], object]
-
 
 def bind(
-  step: Callable[..., Any], args: Sequence[object], caller: str
-) -> tuple[Step, dict[str, object], dict[str, str]]:
+  step: object, args: Sequence[object], caller: str
+) -> tuple[_next_values.Step, dict[str, object], dict[str, str]]:
   """Returns a step as a function of a dict of arguments, and that dict.
 
   The last result is which output is which object of Flax NNX, since a step
@@ -97,7 +93,7 @@ class Run(NamedTuple):
 class Bound:
   """A step bound to its arguments, to be run with any S."""
 
-  run: Step
+  run: _next_values.Step
   named: dict[str, object]
   next_values: Mapping[str, str]
   # The arguments whose next value is not guessed, as those of NNX objects.
@@ -173,7 +169,7 @@ class Bound:
 
 
 def outputs_of(
-  run: Step,
+  run: _next_values.Step,
   named: dict[str, object],
   factors: Mapping[str, jax.typing.ArrayLike] = {},
 ) -> dict[str, object]:

@@ -37,6 +37,10 @@ _OWN_SETTINGS = {
 }
 
 
+# What became of a program: its texts and bytes by name, or its `error`.
+Outcome = Mapping[str, Any]
+
+
 class Target(NamedTuple):
   """A kind of device to compile for.
 
@@ -129,11 +133,11 @@ def make(folder: str) -> None:
 
 def compile_for(
   target: Target,
-  programs: Mapping[str, tuple[bytes, Mapping[str, Any]]],
+  programs: Mapping[str, tuple[bytes, Mapping[str, object]]],
   *,
   python: pathlib.Path,
-  options: Mapping[str, Any],
-) -> tuple[dict[str, str], dict[str, Any]]:
+  options: Mapping[str, object],
+) -> tuple[dict[str, str], dict[str, Outcome]]:
   """Compiles programs, and returns the versions and what became of each.
 
   Args:

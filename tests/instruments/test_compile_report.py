@@ -29,7 +29,7 @@ def number_of(text):
 
 
 def read(target):
-  return _compile_report.read_program(target, **compiled_step.load(target))
+  return _compile_report.read_program(target, compiled_step.load(target))
 
 
 @pytest.mark.parametrize("target", compiled_step.TARGETS)
