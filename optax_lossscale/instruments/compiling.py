@@ -14,6 +14,8 @@ import importlib.util
 import json
 import os
 import pathlib
+import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -78,7 +80,7 @@ def _read_target(name: str) -> Target:
     raise ValueError(
       f"`targets` must be of {', '.join(known)}, a TPU perhaps with its size "
       f"as in 'v5e:16x16', got {arguments.shown(name)}"
-      f"{arguments.did_you_mean(kind, known)}."
+      f"{arguments.did_you_mean(kind, known) or '.'}"
     )
   if "size" in found:
     place = f"{kind}:{size or found['size']}"
@@ -123,12 +125,25 @@ def find_python(folder: str | os.PathLike[str] | None) -> pathlib.Path:
 
 
 def make(folder: str) -> None:
-  """Makes an environment of the compilers for the JAX that is here."""
-  subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-  pip = [os.path.join(folder, "bin", "pip"), "install", "--quiet"]
+  """Makes an environment of the compilers for the JAX that is here.
+
+  Raises:
+    RuntimeError: if there are none for this machine, or they do not install.
+  """
+  machine = f"{sys.platform} {platform.machine()}"
+  if machine != "linux x86_64":
+    raise RuntimeError(f"XLA's compilers need Linux on x86-64, got {machine}.")
   extra = [x.split(";") for x in metadata.requires("optax-lossscale") or ()]
   needed = [x for x, *marker in extra if "extra == 'compile'" in str(marker)]
-  subprocess.run([*pip, f"jax=={jax.__version__}", *needed], check=True)
+  pip = [os.path.join(folder, "bin", "pip"), "install", "--quiet"]
+  for command in (
+    [sys.executable, "-m", "venv", folder],
+    [*pip, f"jax=={jax.__version__}", *needed],
+  ):
+    if subprocess.run(command).returncode:
+      raise RuntimeError(
+        f"This must succeed, but failed: {shlex.join(command)}"
+      )
 
 
 def compile_for(

@@ -11,6 +11,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import cli
+from optax_lossscale.instruments import compiling
 from tests import documents
 
 
@@ -95,3 +96,28 @@ def test_the_page_shows_the_table_with_its_columns_and_rows(seen):
   assert [x.split()[0] for x in rows] == [x.split()[0] for x in found[2:]]
   explained = re.findall(r"^\| ([\w/* ]+) \|", section, re.MULTILINE)
   assert explained == ["column", *re.split(" {2,}", columns)[1:]]
+
+
+def test_compilers_are_made_once_their_size_is_said(monkeypatch, capsys):
+  made = []
+  monkeypatch.setattr(
+    compiling, "make", lambda folder: made.append(capsys.readouterr().out)
+  )
+  assert cli.main(["doctor", "--make-compilers", "there"]) == 0
+  assert made == [
+    "XLA's compilers take about 1.1 GB. They are installed into there\n"
+  ]
+  assert capsys.readouterr().out == (
+    "Now set OPTAX_LOSSSCALE_COMPILERS=there\n"
+  )
+
+
+def test_casts_need_compilers_and_a_target_that_is_known(monkeypatch, capsys):
+  monkeypatch.setenv("OPTAX_LOSSSCALE_COMPILERS", "/nowhere")
+  for targets, words in (
+    ("h200", "must be installed, got '/nowhere'; run `optax-lossscale doctor"),
+    ("h200,v5", "got 'v5'; did you mean 'v5e'?"),
+  ):
+    assert cli.main(["doctor", "--on", targets]) == 2
+    out, err = capsys.readouterr()
+    assert not out and words in err and err.count("\n") == 1

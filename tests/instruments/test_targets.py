@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks import targets as cases
 import optax_lossscale as ols
+from optax_lossscale import cli
 from optax_lossscale._base import bits
 from optax_lossscale.instruments import _compile_report
 from optax_lossscale.instruments import _compiled_program
@@ -237,3 +238,11 @@ def test_sharded_over_256_chips_loss_scaling_adds_small_reductions():
   bare, ours, *peers = rows.values()
   assert ours["all_reduce"] - bare["all_reduce"] <= 2
   assert ours["temporaries"] <= min(x["temporaries"] for x in peers)
+
+
+@pytest.mark.parametrize("on", ["h200,v5e"])
+def test_doctor_says_which_casts_are_kept(on, capsys):
+  assert cli.main(["doctor", "--on", on]) == 0
+  gpu, tpu = capsys.readouterr().out.split("v5e  ")
+  assert len(re.findall("^float16 +dropped +kept +dropped$", gpu, re.M)) == 1
+  assert len(re.findall("^float8_e5m2( +kept){3}$", tpu, re.M)) == 1
