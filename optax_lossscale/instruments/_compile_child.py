@@ -20,10 +20,9 @@ import numpy as np
 def main(path: pathlib.Path) -> None:
   """Replaces a job by what is found, after each of its programs."""
   job = json.loads(path.read_text())
-  if jax.__version__ != job["jax"]:
+  if (here := metadata.version("jax")) != job["jax"]:
     sys.exit(
-      f"they are for jax {jax.__version__}, and jax {job['jax']} is here; make "
-      "them again."
+      f"they are for jax {here}, and jax {job['jax']} is here; make them again."
     )
   packages = ("jax", "libtpu", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12")
   versions = {x: metadata.version(x) for x in packages}

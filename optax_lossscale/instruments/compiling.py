@@ -24,8 +24,6 @@ import tomllib
 from typing import Any
 from typing import NamedTuple
 
-import jax
-
 from optax_lossscale._base import arguments
 
 VARIABLE = "OPTAX_LOSSSCALE_COMPILERS"
@@ -138,7 +136,7 @@ def make(folder: str) -> None:
   pip = [os.path.join(folder, "bin", "pip"), "install", "--quiet"]
   for command in (
     [sys.executable, "-m", "venv", folder],
-    [*pip, f"jax=={jax.__version__}", *needed],
+    [*pip, f"jax=={metadata.version('jax')}", *needed],
   ):
     if subprocess.run(command).returncode:
       raise RuntimeError(
@@ -165,7 +163,7 @@ def compile_for(
     RuntimeError: if the compilers do not start.
   """
   job = {
-    "jax": jax.__version__,
+    "jax": metadata.version("jax"),
     "topology": target.topology,
     "options": options,
     "programs": {

@@ -16,6 +16,7 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale.instruments import _compile_report
 from optax_lossscale.instruments import _compiled_program
+from optax_lossscale.instruments import compiling
 from tests.instruments import compiled_step
 
 compile_report = ols.instruments.compile_report
@@ -260,7 +261,7 @@ def test_the_compilers_and_the_target_must_be_known(tmp_path, monkeypatch):
 
 
 def test_compilers_of_another_jax_say_so(monkeypatch):
-  monkeypatch.setattr(jax, "__version__", "0.1")
+  monkeypatch.setattr(compiling.metadata, "version", lambda name: "0.1")
   with pytest.raises(
     RuntimeError, match=r"for jax [\d.]+, and jax 0\.1 is here"
   ):
