@@ -178,26 +178,29 @@ def main(argv: Sequence[str]) -> int:
 
 
 def page(content: Mapping[str, Any]) -> str:
-  """Returns a table for each part."""
-  lines = []
+  """Returns the table; targets with the same figures share a row."""
+  rows: dict[tuple[str, ...], list[str]] = {}
   for part, by_target in content["parts"].items():
-    keys = dict.fromkeys(
-      key for rows in by_target.values() for row in rows.values() for key in row
-    )
-    cells = [
-      [f"{target}, {name}", *(_cell(key, row.get(key, 0)) for key in keys)]
-      for target, rows in by_target.items()
-      for name, row in rows.items()
+    for target, found in by_target.items():
+      cells = (_cell(found[name]) for name in CONTENDERS if name in found)
+      rows.setdefault((part, *cells), []).append(target)
+  return report.markdown(
+    ["operations, temporaries", *CONTENDERS],
+    [[f"{x[0]}: {', '.join(its)}", *x[1:]] for x, its in rows.items()],
+  )
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+  if "error" in row:
+    return str(row["error"])
+  count = row.get("all_reduce")
+  return ", ".join(
+    [
+      f"{row['kernels']:,}",
+      f"{row['temporaries'] / 1e6:,.1f} MB",
+      *([f"{count} all-reduces"] if count else []),
     ]
-    lines.append(f"{part}\n\n{report.markdown(['', *keys], cells)}\n")
-  return "\n".join(lines)
-
-
-def _cell(key: str, value: Any) -> str:
-  if isinstance(value, str):
-    return value
-  is_bytes = key in ("temporaries", "peak")
-  return f"{value / 1e6:,.1f} MB" if is_bytes else f"{value:,}"
+  )
 
 
 def _tree(size: gpt2.Size) -> Any:

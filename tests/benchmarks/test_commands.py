@@ -23,8 +23,10 @@ from benchmarks import nonfinite
 from benchmarks import parts
 from benchmarks import rounds
 from benchmarks import summary
+from benchmarks import targets
 from benchmarks.truth import workload as workload_lib
 import optax_lossscale as ols
+from tests import documents
 
 TINY = gpt2.SIZES["tiny"]
 
@@ -51,6 +53,11 @@ def test_a_bad_option_is_refused(words, message, capsys):
   with pytest.raises(SystemExit):
     command.main(words)
   assert message in capsys.readouterr().err
+
+
+def test_the_page_of_costs_has_the_stored_figures_of_targets():
+  stored = json.loads(documents.read("benchmarks/measured/targets.json"))
+  assert targets.page(stored) in documents.read("docs/costs.md")
 
 
 # update
