@@ -83,6 +83,61 @@ def test_the_report_prints_every_number_and_line():
   assert not failed["v5e"].fits
 
 
+# What JAX asks for: the line of each operation is that of its frame.
+BEFORE = """\
+FileNames
+1 "step.py"
+
+FileLocations
+1 {file_name_id=1 line=7}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+
+inner.1 {
+  a = f32[8] parameter(0)
+  in.1 = f16[8] convert(a), metadata={op_name="inner/cast"}
+  ROOT moved = f16[8] reshape(in.1)
+}
+
+ENTRY main.1 {
+  x = f32[8] parameter(0)
+  y = f32[8] parameter(1)
+  z = f32[8] parameter(2)
+  called = f16[8] call(x), to_apply=inner.1
+  back = f32[8] convert(called), metadata={op_name="back"}
+  first = f16[8] convert(y), metadata={op_name="first" stack_frame_id=1}
+  second = f16[8] convert(y), metadata={op_name="second"}
+  summed = f32[8] convert(first), metadata={op_name="summed"}
+  taken = f16[8] negate(second)
+  third = bf16[8] convert(z), metadata={op_name="third"}
+  widened = f32[8] convert(third), metadata={op_name="widened"}
+  fourth = f16[8] convert(taken), metadata={op_name="not narrower"}
+  ROOT last = bf16[8] convert(summed), metadata={op_name="last"}
+}
+"""
+AFTER = """\
+ENTRY %main (y: f32[8]) -> bf16[8] {
+  %y = f32[8] parameter(0)
+  %w = bf16[8] negate(%y)
+  ROOT %b = f32[8] convert(bf16[8]{0} %w), metadata={op_name="jit(f)/widened"}
+}
+"""
+
+
+def test_a_narrowing_is_kept_if_anything_takes_narrow_numbers():
+  found = _compiled_program.narrowings(
+    _compiled_program.parse(BEFORE), _compiled_program.parse(AFTER)
+  )
+  assert [(x.narrow, x.kept, x.line) for x in found] == [
+    ("float16", False, ""),  # Only `back` takes it, past a call and a move.
+    ("float16", True, "step.py:7"),  # It is one with the second, below.
+    ("float16", True, ""),  # `taken` is no conversion.
+    ("bfloat16", True, ""),  # What widens it is still there.
+    ("bfloat16", True, ""),  # It is the result.
+  ]
+
+
 # Shortened from programs for a GPU and a TPU.
 PROGRAM = """\
 %fused (p: f32[8]) -> f32[8] {
@@ -212,6 +267,18 @@ def test_a_compiler_that_crashes_is_an_error_of_its_target(compilers):
     assert step.error == (
       "the compiler ended with status 1: Check failed: x > 0"
     )
+
+
+def test_settings_of_the_user_do_not_reach_the_compilers(
+  compilers, monkeypatch
+):
+  monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=4")
+  monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+  code = "import os\nsys.exit(str({k: os.environ.get(k) for k in NAMES}))"
+  names = "NAMES = 'XLA_FLAGS', 'JAX_PLATFORMS', 'TPU_SKIP_MDS_QUERY'\n"
+  expected = str(dict.fromkeys(("XLA_FLAGS",)) | {"JAX_PLATFORMS": "cpu"})[:-1]
+  with pytest.raises(RuntimeError, match=re.escape(expected) + ", .*: '1'}"):
+    compile_report(jnp.sin, 1.0, compilers=compilers(names + code))
 
 
 def test_compilers_that_do_not_start_are_an_error(compilers):
