@@ -131,6 +131,11 @@ def make(folder: str) -> None:
   machine = f"{sys.platform} {platform.machine()}"
   if machine != "linux x86_64":
     raise RuntimeError(f"XLA's compilers need Linux on x86-64, got {machine}.")
+  if os.path.exists(folder):
+    raise RuntimeError(
+      f"The folder of the compilers must be new, got {folder}: with them, a "
+      "JAX in it would believe that there is a GPU."
+    )
   extra = [x.split(";") for x in metadata.requires("optax-lossscale") or ()]
   needed = [x for x, *marker in extra if "extra == 'compile'" in str(marker)]
   pip = [os.path.join(folder, "bin", "pip"), "install", "--quiet"]

@@ -112,6 +112,12 @@ def test_compilers_are_made_once_their_size_is_said(monkeypatch, capsys):
   )
 
 
+def test_compilers_go_into_no_environment_that_is_there(tmp_path, capsys):
+  assert cli.main(["doctor", "--make-compilers", str(tmp_path)]) == 2
+  assert "must be new, got" in capsys.readouterr().err
+  assert not [*tmp_path.iterdir()]
+
+
 def test_casts_need_compilers_and_a_target_that_is_known(monkeypatch, capsys):
   monkeypatch.setenv("OPTAX_LOSSSCALE_COMPILERS", "/nowhere")
   for targets, words in (
