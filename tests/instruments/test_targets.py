@@ -170,8 +170,9 @@ def test_what_changes_numbers_without_a_gradient_is_compiled(target):
   )
   # Which precision it is, is decided by a branch, and the skip by a select.
   assert found.conditionals == 1
-  kinds = collections.Counter(x.operands[0] for x in found.products)
-  assert kinds == {"float16": 5, "float32": 5}
+  # By default a TPU multiplies float32 in bfloat16, and may convert it before.
+  low = [x.operands[0] == "float16" for x in found.products]
+  assert collections.Counter(low) == {True: 5, False: 5}
 
 
 @pytest.mark.parametrize("target", compiled_step.TARGETS)
