@@ -2,8 +2,8 @@
 
 It compiles the update phase and a whole train step of GPT-2 small for GPUs and
 TPUs, and a sharded step for 16 and 256 chips, each as the bare optimizer, with
-this library and with two others. Nothing is run, so there are no times. What
-compiles it is installed by `optax-lossscale doctor --make-compilers`.
+this library and with two others. Nothing is run, so times are unknown.
+`optax-lossscale doctor --make-compilers` installs the compilers.
 """
 
 from collections.abc import Callable

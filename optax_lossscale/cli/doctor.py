@@ -94,7 +94,7 @@ def _print_narrowings(targets: list[str]) -> None:
   arrays = [jax.ShapeDtypeStruct((1024,), jnp.float32)] * len(ways)
   report = ols.instruments.compile_report(casts, *arrays, targets=targets)
   versions = ", ".join(f"{name} {y}" for name, y in report.versions.items())
-  print(f"Compiled, not run: {versions}")
+  print(f"Compiled, not timed: {versions}")
   for target, step in report.steps.items():
     print(f"\n{target:<15}{'  '.join(f'{way:<9}' for way in ways)}".rstrip())
     if step.error:

@@ -65,7 +65,7 @@ class CompiledStep:
 
   @property
   def fits(self) -> bool:
-    """Whether it compiles, and a device of the target has that much memory."""
+    """True if it compiles, and a device of the target has that much memory."""
     return not self.error and self.peak <= self.memory
 
 
@@ -137,9 +137,9 @@ def compile_report(
     The report. Print it, or read its `steps`.
 
   Raises:
-    RuntimeError: if there are no compilers.
+    RuntimeError: if the compilers are not installed.
     TypeError: if `step` is not a function or needs an argument by keyword.
-    ValueError: if there is no such target.
+    ValueError: if a target is unknown.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -220,7 +220,7 @@ class _Program(NamedTuple):
     exported = export.export(
       self.jitted,
       platforms=(platform,),
-      # What is not stable between versions of JAX is so within one.
+      # The versions are equal, so unstable calls are safe.
       disabled_checks=[*map(export.DisabledSafetyCheck.custom_call, calls)],
     )(*self.shapes)
     return bytes(exported.serialize()), self.about
@@ -265,7 +265,7 @@ def _on_arrays(step: object, args: Sequence[object]) -> _Program:
 
 
 def _plain(x: object) -> object:
-  """Returns an array as it is, and the numbers of a typed key."""
+  """Returns the numbers of a typed key, and other arrays unchanged."""
   return jax.random.key_data(x) if _next_values.is_key(x) else x
 
 

@@ -1,4 +1,4 @@
-"""What the text of a compiled program says: optimized HLO, read as a graph."""
+"""Reads optimized HLO, the text of a compiled program, as a graph."""
 
 import collections
 from collections.abc import Iterator
@@ -110,7 +110,7 @@ class Program(NamedTuple):
     for key in self.computations.get(name or self.entry, ()):
       x = self.instructions[key]
       yield x, within
-      # A function that reduces is no part of what runs.
+      # The function of a reduction does not run by itself.
       is_kernel = x.opcode in ("fusion", "async-start")
       if is_kernel or x.opcode in _CONTROL:
         for called in x.called:
@@ -193,7 +193,7 @@ def conditionals(program: Program) -> int:
 
 
 class Product(NamedTuple):
-  """A matrix product or convolution, as it was compiled.
+  """A compiled matrix product or convolution.
 
   Attributes:
     operands: the dtypes that it multiplies.
@@ -230,7 +230,7 @@ def products(program: Program, is_tpu: bool) -> list[Product]:
 
 
 def _through(x: Instruction, kernel: Instruction | None, is_tpu: bool) -> str:
-  """Returns what computes a product, or an empty string if it is none."""
+  """Returns what computes a product, or an empty string."""
   if x.opcode == "custom-call":
     found = re.search(r'custom_call_target="__(cublas|cudnn)(.*?)"', x.rest)
     if not found:
@@ -313,7 +313,7 @@ def narrowings(before: Program, after: Program) -> list[Narrowing]:
 def _flows(program: Program) -> Mapping[str, Sequence[str]]:
   """Returns what takes the numbers of each instruction, also in what it calls.
 
-  What takes the program's result is the empty string.
+  The empty string stands for the caller, who takes the result.
   """
   flows = collections.defaultdict[str, list[str]](list)
   for x in program.instructions.values():

@@ -37,7 +37,7 @@ _OWN_SETTINGS = {
 }
 
 
-# What became of a program: its texts and bytes by name, or its `error`.
+# The texts and bytes of a compiled program by name, or its `error`.
 Outcome = Mapping[str, Any]
 
 
@@ -64,7 +64,7 @@ def read_targets(names: str | Sequence[str]) -> list[Target]:
   """Returns the targets of names such as "h200" or "v5e:16x16".
 
   Raises:
-    ValueError: if there is no such target.
+    ValueError: if a target is unknown.
   """
   names = [names] if isinstance(names, str) else names
   return [_read_target(name) for name in names]
@@ -98,7 +98,7 @@ def find_python(folder: str | os.PathLike[str] | None) -> pathlib.Path:
   """Returns the Python that has the compilers, and imports flatbuffers.
 
   Raises:
-    RuntimeError: if there is none.
+    RuntimeError: if it is not found.
   """
   folder = folder or os.environ.get(VARIABLE)
   packages = "libtpu", "jax_cuda12_plugin", "flatbuffers"
@@ -126,7 +126,7 @@ def make(folder: str) -> None:
   """Makes an environment of the compilers for the JAX that is here.
 
   Raises:
-    RuntimeError: if there are none for this machine, or they do not install.
+    RuntimeError: if this machine cannot have them, or they do not install.
   """
   machine = f"{sys.platform} {platform.machine()}"
   if machine != "linux x86_64":
@@ -137,7 +137,7 @@ def make(folder: str) -> None:
       "JAX in it would believe that there is a GPU."
     )
   extra = [x.split(";") for x in metadata.requires("optax-lossscale") or ()]
-  needed = [x for x, *marker in extra if "extra == 'compile'" in str(marker)]
+  needed = [x for x, *marker in extra if "compile" in str(marker)]
   pip = [os.path.join(folder, "bin", "pip"), "install", "--quiet"]
   for command in (
     [sys.executable, "-m", "venv", folder],

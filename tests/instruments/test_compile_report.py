@@ -83,7 +83,7 @@ def test_the_report_prints_every_number_and_line():
   assert not failed["v5e"].fits
 
 
-# What JAX asks for: the line of each operation is that of its frame.
+# The program of JAX: the line of each operation is that of its frame.
 BEFORE = """\
 FileNames
 1 "step.py"
@@ -132,8 +132,8 @@ def test_a_narrowing_is_kept_if_anything_takes_narrow_numbers():
   assert [(x.narrow, x.kept, x.line) for x in found] == [
     ("float16", False, ""),  # Only `back` takes it, past a call and a move.
     ("float16", True, "step.py:7"),  # It is one with the second, below.
-    ("float16", True, ""),  # `taken` is no conversion.
-    ("bfloat16", True, ""),  # What widens it is still there.
+    ("float16", True, ""),  # `taken` does not convert it.
+    ("bfloat16", True, ""),  # Its widening is still there.
     ("bfloat16", True, ""),  # It is the result.
   ]
 
@@ -194,7 +194,7 @@ def test_launches_are_counted_in_loops_and_branches():
 
 F8 = ("cuBLAS in float8", "", "")
 
-# What an environment's Python does in the place of the compilers.
+# An environment's Python runs this in the place of the compilers.
 CHILD = f"""\
 #!{sys.executable}
 import json, pathlib, sys, time
@@ -253,7 +253,7 @@ def test_what_compilers_say_is_in_the_report(compilers, capfd):
   assert programs["step"]["donated"] == [0]  # Of the arrays.
   assert programs["step"]["axes"] == {}
   assert programs["baseline"]["axes"] == {"data": [4, "Auto"]}
-  # What libraries warn of is not shown.
+  # The warnings of libraries are not shown.
   out, err = capfd.readouterr()
   assert not out and re.fullmatch(r"Compiling for h200 \.\.\. \d+ s\n", err)
 
@@ -304,7 +304,7 @@ def test_an_interrupt_ends_the_compiler(compilers, tmp_path):
   while not (pid.exists() and pid.read_text()):
     assert time.monotonic() < until
     time.sleep(0.05)
-  # To the parent only, as a notebook's interrupt goes to its kernel.
+  # A notebook's interrupt reaches only the parent, its kernel.
   parent.send_signal(signal.SIGINT)
   assert parent.wait(60) != 0
   with pytest.raises(ProcessLookupError):

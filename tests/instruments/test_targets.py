@@ -1,4 +1,4 @@
-"""What the pages say of GPUs and TPUs, in programs compiled for nine of them.
+"""Programs compiled for nine GPUs and TPUs are as the pages say.
 
 Nothing here runs on the target. These tests need XLA's compilers.
 """
@@ -72,7 +72,7 @@ def test_each_rounding_that_decides_what_is_found_is_kept(target):
   found = compile_for(target, step, *[X] * len(rows))
   program = _compiled_program.parse(found.text)
   rounds = {x.scope for x in found.narrowings if x.kept}
-  # What rounds in float32 itself needs no cast that is kept.
+  # A place that rounds in float32 itself does not need a cast.
   rounds |= {
     x.scope for x, _ in program.running() if x.opcode == "reduce-precision"
   }
@@ -168,7 +168,7 @@ def test_what_changes_numbers_without_a_gradient_is_compiled(target):
   found = compile_for(
     target, step, params, opt_state, state, WEIGHTS[0], factor
   )
-  # Which precision it is, is decided by a branch, and the skip by a select.
+  # A branch decides the precision, and a select the skip.
   assert found.conditionals == 1
   # By default a TPU multiplies float32 in bfloat16, and may convert it before.
   low = [x.operands[0] == "float16" for x in found.products]
@@ -179,7 +179,7 @@ def test_what_changes_numbers_without_a_gradient_is_compiled(target):
 def test_the_stored_programs_are_what_the_compilers_make(target):
   found = compile_for(target, *compiled_step.program())
   stored = _compile_report.read_program(target, compiled_step.load(target))
-  # Of the numbers, another version may have others.
+  # Another version may have other numbers of kernels and bytes.
   for name in ("products", "narrowings", "collectives", "conditionals"):
     seen = str(getattr(found, name)).replace(f"{documents.ROOT}/", "")
     assert seen == str(getattr(stored, name)), name
