@@ -31,7 +31,8 @@ TARGETS = (
 MESHES = {"16 x v5e": "v5e:4x4", "256 x v5e": "v5e:16x16"}
 # Small, but with leaves that 256 chips can share.
 _SHARDED = gpt2.Size(4, 8, 512, tokens=8000, vocabulary=8192, context=256)
-_FIGURES = ("temporaries", "peak", "kernels", "conditionals")
+_LEAST_SHARED = 2**14
+_FIGURES = ("temporaries", "total", "kernels", "conditionals")
 
 Step = tuple[Callable[..., Any], Any, Any]
 
@@ -93,9 +94,10 @@ def sharded(name: str, devices: int) -> Step:
   step, state, _ = train(name, _SHARDED)
 
   def shared(x: Any) -> Any:
-    # The largest axis, as fully sharded data parallelism has it.
-    axis = max(range(x.ndim), key=lambda i: x.shape[i], default=None)
-    whole = axis is None or x.shape[axis] % devices
+    # The largest axis, as fully sharded data parallelism has it; each device
+    # has all of a bias.
+    axis = max(range(x.ndim), key=lambda i: x.shape[i], default=0)
+    whole = x.size < _LEAST_SHARED or x.shape[axis] % devices
     spec = () if whole else (*(None for _ in range(axis)), "data")
     return x.update(sharding=jax.NamedSharding(mesh, jax.P(*spec)))
 

@@ -5,6 +5,7 @@ import collections
 import functools
 from importlib import metadata
 import platform
+import shlex
 from typing import Any
 
 import jax
@@ -61,19 +62,19 @@ def add_parser(subparsers: Any) -> None:
 def _run(parser: _parser.Parser, options: argparse.Namespace) -> int:
   """Does what is asked for, or else describes what is here."""
   try:
-    if options.make_compilers:
+    if options.make_compilers is not None:
       print(f"{_SIZE} {options.make_compilers}", flush=True)
-      compiling.make(options.make_compilers)
-      print(f"Now set {compiling.VARIABLE}={options.make_compilers}")
-    if options.on:
-      _print_narrowings(options.on.split(","))
+      made = compiling.make(options.make_compilers)
+      print(f"Now set {compiling.VARIABLE}={shlex.quote(made)}")
+    if options.on is not None:
+      _print_narrowings(options.on)
   except (RuntimeError, ValueError) as error:
     parser.error(str(error))
-  is_done = options.make_compilers or options.on
+  is_done = (options.make_compilers, options.on) != (None, None)
   return 0 if is_done else _describe(parser)
 
 
-def _print_narrowings(targets: list[str]) -> None:
+def _print_narrowings(targets: str) -> None:
   """Prints which casts the compilers keep for some targets."""
   ways = {
     "cast back": lambda x: x,

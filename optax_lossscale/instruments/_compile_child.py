@@ -5,11 +5,15 @@ compilers. There only JAX is installed, so nothing of this library is imported.
 """
 
 import base64
+from collections.abc import Iterator
+import contextlib
 from importlib import metadata
+import itertools
 import json
 import math
 import pathlib
 import sys
+from typing import Any
 
 import jax
 from jax import export
@@ -24,7 +28,10 @@ def main(path: pathlib.Path) -> None:
     sys.exit(
       f"they are for jax {here}, and jax {job['jax']} is here; make them again."
     )
-  packages = ("jax", "libtpu", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12")
+  packages = (
+    *("jax", "jaxlib", "libtpu"),
+    *("jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12"),
+  )
   versions = {x: metadata.version(x) for x in packages}
   found: dict[str, object] = {}
   path.write_text(json.dumps({"versions": versions, "found": found}))
@@ -63,15 +70,31 @@ def _compile(
     axis_types=tuple(jax.sharding.AxisType[x] for _, x in axes.values()),
   )
   everywhere = jax.NamedSharding(mesh, jax.P())
-  lowered = jax.jit(program.call, donate_argnums=donated).lower(
-    *(
-      jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or everywhere)
-      for x, sharding in zip(
-        program.in_avals, program.in_shardings_jax(mesh), strict=True
+  # A program without arguments would be compiled for the CPU.
+  is_constant = not program.in_avals
+  with jax.set_mesh(mesh) if is_constant else contextlib.nullcontext():
+    lowered = jax.jit(program.call, donate_argnums=donated).lower(
+      *(
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or everywhere)
+        for x, sharding in zip(
+          program.in_avals, program.in_shardings_jax(mesh), strict=True
+        )
       )
     )
-  )
-  compiled = lowered.compile(options)
+  module = lowered.compiler_ir()
+  assert module is not None
+  _mark(module.operation, itertools.count())
+  try:
+    compiled = lowered.compile(options)
+  except Exception as error:
+    # Some parts of a pod of TPUs are not a topology of their own.
+    if 1 < count < len(devices) and "RESOURCE" not in f"{error}":
+      raise ValueError(
+        f"{topology['topology_name']} has {len(devices)} devices, and the mesh "
+        f"of the arguments {count}; name one of that size, as in 'v5e:2x2'. "
+        f"XLA says: {error}"
+      ) from error
+    raise
   memory = compiled.memory_analysis()
   assert memory is not None
   return {
@@ -82,6 +105,21 @@ def _compile(
     "reused": memory.alias_size_in_bytes,
     "temporaries": memory.temp_size_in_bytes,
   }
+
+
+def _mark(parent: Any, numbers: Iterator[int]) -> None:
+  """Numbers the operations in their names, which XLA keeps for their parts."""
+  for region in parent.regions:
+    for block in region.blocks:
+      for operation in block.operations:
+        x = operation.operation
+        place = x.location
+        name = getattr(place, "name_str", "")
+        # The name of a call comes before those of what it calls.
+        if name and x.name != "func.call":
+          with x.context:
+            x.location = place.name(f"{name}#{next(numbers)}", place.child_loc)
+        _mark(x, numbers)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,12 @@ from typing import NamedTuple
 
 import jax
 from jax import export
+from jax.extend.core import primitives
 
+from optax_lossscale._base import arguments
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale.instruments import _compiled_program
+from optax_lossscale.instruments import _narrowings
 from optax_lossscale.instruments import _next_values
 from optax_lossscale.instruments import _runs
 from optax_lossscale.instruments import compiling
@@ -28,7 +31,8 @@ class CompiledStep:
   """A step as XLA has compiled it for one target; nothing was run.
 
   Attributes:
-    memory: bytes that a device of the target has.
+    device_memory: bytes that JAX takes of a device of the target; of a GPU
+      these are by default three quarters.
     error: why the step does not compile, or an empty string.
     arguments: bytes of the arguments, on one device, as all that follow.
     outputs: bytes of the outputs.
@@ -45,7 +49,7 @@ class CompiledStep:
     text: the optimized HLO.
   """
 
-  memory: int
+  device_memory: int
   error: str = ""
   arguments: int = 0
   outputs: int = 0
@@ -55,18 +59,18 @@ class CompiledStep:
   collectives: Mapping[str, int] = dataclasses.field(default_factory=dict)
   conditionals: int = 0
   products: tuple[_compiled_program.Product, ...] = ()
-  narrowings: tuple[_compiled_program.Narrowing, ...] = ()
+  narrowings: tuple[_narrowings.Narrowing, ...] = ()
   text: str = dataclasses.field(default="", repr=False)
 
   @property
-  def peak(self) -> int:
+  def total(self) -> int:
     """Bytes that it needs in all: arguments, outputs and temporaries."""
     return self.arguments + self.outputs - self.reused + self.temporaries
 
   @property
   def fits(self) -> bool:
-    """True if it compiles, and a device of the target has that much memory."""
-    return not self.error and self.peak <= self.memory
+    """True if it compiles, and JAX has that much memory on the target."""
+    return not self.error and self.total <= self.device_memory
 
 
 class CompileReport(NamedTuple):
@@ -88,10 +92,12 @@ class CompileReport(NamedTuple):
     columns = dict[str, CompiledStep]()
     lines = []
     for target, step in self.steps.items():
-      columns[target] = step
+      shown = {target: step}
       if self.baselines:
-        columns[f"{target}, baseline"] = self.baselines[target]
-      lines += _sections(target, step, self.options[target])
+        shown[f"{target}, baseline"] = self.baselines[target]
+      columns |= shown
+      for name, x in shown.items():
+        lines += _sections(name, x, self.options[target])
     versions = ", ".join(f"{x} {y}" for x, y in self.versions.items())
     return "\n".join(
       ["Compiled, not timed.", versions, *_table(columns), *lines]
@@ -125,11 +131,12 @@ def compile_report(
       taken along, of a mesh of devices or of a `jax.sharding.AbstractMesh`.
       Bind any keyword-only arguments first, as in
       `functools.partial(train_step, train=True)`.
-    targets: the names of devices: v100, t4, a100, h100, h200, b200, v5e, v6e
-      and tpu7x. A TPU may come with its size, as in "v5e:16x16".
+    targets: the names of devices, in a list or with commas in between: v100,
+      t4, a100, h100, h200, b200, v5e, v6e and tpu7x. A TPU may come with its
+      size, as in "v5e:16x16".
     baseline: another step to be put beside it, such as the same one without
       loss scaling. A tuple of the step and its arguments if these differ.
-    compiler_options: XLA's options, as for `jax.jit`.
+    compiler_options: XLA's options by name, as for `jax.jit`.
     compilers: the folder with the compilers; by default the environment
       variable `OPTAX_LOSSSCALE_COMPILERS`, or else this environment.
 
@@ -149,11 +156,17 @@ def compile_report(
     ValueError: `targets` must be of v100, t4, a100, h100, h200, b200, ...
   """
   read = compiling.read_targets(targets)
+  if not isinstance(compiler_options, Mapping | None):
+    raise TypeError(
+      "`compiler_options` must be a dict of XLA's options by name, got "
+      f"{arguments.shown(compiler_options)}."
+    )
   python = compiling.find_python(compilers)
-  programs = {"step": _on_arrays(step, args)}
+  programs = {"step": _on_arrays(step, args, "step")}
   if baseline is not None:
     given = baseline if isinstance(baseline, tuple) else (baseline, *args)
-    programs["baseline"] = _on_arrays(given[0], given[1:])
+    other, *its_args = given or (None,)
+    programs["baseline"] = _on_arrays(other, its_args, "baseline")
   exported = {
     platform: {name: x.export(platform) for name, x in programs.items()}
     for platform in {x.platform for x in read}
@@ -181,19 +194,26 @@ def read_program(target: str, outcome: compiling.Outcome) -> CompiledStep:
   """Returns what is found in a program, before and after it was compiled."""
   (read,) = compiling.read_targets(target)
   if "error" in outcome:
-    return CompiledStep(read.memory, **outcome)
+    return CompiledStep(read.usable_memory, error=outcome["error"])
   sizes = {x: y for x, y in outcome.items() if x not in ("before", "after")}
   asked, program = (
     _compiled_program.parse(outcome[x]) for x in ("before", "after")
   )
   return CompiledStep(
-    read.memory,
+    read.usable_memory,
     **sizes,
     kernels=_compiled_program.kernels(program),
     collectives=_compiled_program.collectives(program),
     conditionals=_compiled_program.conditionals(program),
-    products=tuple(_compiled_program.products(program, read.platform == "tpu")),
-    narrowings=tuple(_compiled_program.narrowings(asked, program)),
+    products=tuple(
+      _compiled_program.products(
+        asked,
+        program,
+        is_tpu=read.platform == "tpu",
+        rounding=read.default_precision,
+      )
+    ),
+    narrowings=tuple(_narrowings.find(asked, program)),
     text=outcome["after"],
   )
 
@@ -209,30 +229,41 @@ class _Program(NamedTuple):
   """
 
   jitted: jax.stages.Wrapped
-  shapes: tuple[jax.ShapeDtypeStruct, ...]
+  shapes: Sequence[jax.ShapeDtypeStruct]
   about: Mapping[str, object]
 
-  def export(self, platform: str) -> tuple[bytes, Mapping[str, object]]:
-    """Returns the step, lowered for a platform and serialized."""
-    traced = self.jitted.trace(*self.shapes)
-    text = traced.lower(lowering_platforms=(platform,)).as_text()
-    calls = set(re.findall(r"custom_call @([\w$.]+)", text))
-    exported = export.export(
-      self.jitted,
-      platforms=(platform,),
-      # The versions are equal, so unstable calls are safe.
-      disabled_checks=[*map(export.DisabledSafetyCheck.custom_call, calls)],
-    )(*self.shapes)
-    return bytes(exported.serialize()), self.about
+  def export(self, platform: str) -> compiling.Exported:
+    """Returns the step, lowered for a platform and serialized, or an error."""
+    try:
+      traced = self.jitted.trace(*self.shapes)
+      text = traced.lower(lowering_platforms=(platform,)).as_text()
+      calls = set(re.findall(r"custom_call @([\w$.]+)", text))
+      exported = export.export(
+        self.jitted,
+        platforms=(platform,),
+        # The versions are equal, so unstable calls are safe.
+        disabled_checks=[*map(export.DisabledSafetyCheck.custom_call, calls)],
+      )(*self.shapes)
+      return bytes(exported.serialize()), self.about
+    except Exception as error:  # Each platform has its own rules, and errors.
+      text = f"{error}".strip() or repr(error)
+    if re.search(
+      r"(callback|debug_print)\[", f"{self.jitted.trace(*self.shapes).jaxpr}"
+    ):
+      text = (
+        "the step must not call Python, as jax.debug.print and "
+        f"ols.instruments.print_loss_scale do; JAX says: {text}"
+      )
+    return b"", {"error": text}
 
 
-def _on_arrays(step: object, args: Sequence[object]) -> _Program:
+def _on_arrays(step: object, args: Sequence[object], name: str) -> _Program:
   """Returns a step as a function of the arrays among its arguments."""
-  run, named, _ = _runs.bind(step, args, "compile_report")
+  run, named, _ = _runs.bind(step, args, "compile_report", name)
   leaves, tree = jax.tree.flatten([*named.values()])
   # Equinox's models also hold strings and functions.
   places = [i for i, x in enumerate(leaves) if interpreter.is_array(x)]
-  shapes = tuple(_shape(leaves[i]) for i in places)
+  shapes = [_shape(leaves[i]) for i in places]
   impls = [_key_impl(leaves[i]) for i in places]
 
   def on_arrays(*arrays: jax.Array) -> list[object]:
@@ -243,25 +274,30 @@ def _on_arrays(step: object, args: Sequence[object]) -> _Program:
     outputs = jax.tree.leaves(run(dict(zip(named, values, strict=True))))
     return [_plain(x) for x in outputs if isinstance(x, jax.Array)]
 
-  donated: list[int] = []
-  if isinstance(step, jax.stages.Wrapped):
-    # Not all that wrap a function tell. Python's numbers may be arguments.
-    info = jax.tree.leaves(getattr(step.trace(*args), "args_info", ()))
-    for among in (range(len(leaves)), places):
-      if len(among) == len(info):
-        donated = [
-          places.index(i)
-          for i, x in zip(among, info, strict=True)
-          if x.donated and i in places
-        ]
+  jitted = jax.jit(on_arrays)
+  donated = []
+  jaxpr = jitted.trace(*shapes).jaxpr.jaxpr
+  for call in jaxpr.eqns:
+    # Whatever wraps a jitted step, this is what it asked for.
+    if call.primitive is primitives.jit_p:
+      for x, is_donated, sharding in zip(
+        call.invars,
+        call.params["donated_invars"],
+        call.params["in_shardings"],
+        strict=True,
+      ):
+        if x in jaxpr.invars:
+          i = jaxpr.invars.index(x)
+          donated += [i] * is_donated
+          if shapes[i].sharding is None:
+            shapes[i] = _sharded(shapes[i], sharding)
   meshes = [x.sharding.mesh for x in shapes if x.sharding is not None]
   axes = {
     name: (mesh.shape[name], kind.name)
     for mesh in meshes[:1]
     for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
   }
-  about = {"donated": donated, "axes": axes}
-  return _Program(jax.jit(on_arrays), shapes, about)
+  return _Program(jitted, shapes, {"donated": donated, "axes": axes})
 
 
 def _plain(x: object) -> object:
@@ -280,8 +316,13 @@ def _key_impl(x: object) -> str | None:
 
 def _shape(x: object) -> jax.ShapeDtypeStruct:
   """Returns the shape of an argument as a plain array, and its sharding."""
-  sharding = getattr(x, "sharding", None)
-  shape = jax.eval_shape(_plain, x)
+  return _sharded(jax.eval_shape(_plain, x), getattr(x, "sharding", None))
+
+
+def _sharded(
+  shape: jax.ShapeDtypeStruct, sharding: object
+) -> jax.ShapeDtypeStruct:
+  """Returns a shape with a sharding, if that is over several devices."""
   if isinstance(sharding, jax.NamedSharding) and sharding.mesh.size > 1:
     return shape.update(sharding=sharding)
   return shape
@@ -292,13 +333,18 @@ def _table(columns: Mapping[str, CompiledStep]) -> list[str]:
   kinds = sorted({kind for x in columns.values() for kind in x.collectives})
   names = [
     *("arguments, MB", "outputs in new memory, MB", "temporaries, MB"),
-    *("in all, MB", "fits the memory", "kernels", *kinds, "conditionals"),
+    *("in all, MB", "fits the memory", "kernels (TPU: operations)", *kinds),
+    "conditionals",
     *("products", "narrowings kept", "narrowings dropped"),
   ]
 
   def cells(x: CompiledStep) -> list[str]:
+    if x.error:
+      is_known = "RESOURCE_EXHAUSTED" in x.error
+      none = ["-"] * len(names)
+      return [*none[:4], "no" if is_known else "-", *none[5:]]
     kept = sum(y.kept for y in x.narrowings)
-    sizes = x.arguments, x.outputs - x.reused, x.temporaries, x.peak
+    sizes = x.arguments, x.outputs - x.reused, x.temporaries, x.total
     found = [x.collectives.get(kind, 0) for kind in kinds]
     found = [x.kernels, *found, x.conditionals, len(x.products), kept]
     return [
@@ -309,10 +355,7 @@ def _table(columns: Mapping[str, CompiledStep]) -> list[str]:
 
   table = [
     ["", *names],
-    *(
-      [name, *(["-"] * len(names) if x.error else cells(x))]
-      for name, x in columns.items()
-    ),
+    *([name, *cells(x)] for name, x in columns.items()),
   ]
   widths = [max(map(len, column)) for column in table]
   return [

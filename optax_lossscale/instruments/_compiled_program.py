@@ -19,9 +19,13 @@ _CALLED = re.compile(
   r"\b(?:calls|to_apply|body|condition|\w+_computations?)"
   r"=(?:\{([^}]*)\}|%?([\w.-]+))"
 )
-_DTYPE = re.compile(r"(b?f|s|u)(\d+)(e\w+)?")
-_KINDS = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint"}
+_DTYPE = re.compile(r"(b?f|c|s|u)(\d+)(e\w+)?")
+_KINDS = {"bf": "bfloat", "f": "float", "c": "complex", "s": "int", "u": "uint"}
 
+# JAX's names for what control flow calls.
+_FLOW = re.compile(
+  r"(while/(body|cond)|cond/branch_\d+_fun|closed_call|eval_jaxpr)/"
+)
 _CONTROL = "while", "conditional", "call"
 # XLA launches nothing for these, or has launched it already.
 _FREE = re.compile(
@@ -32,12 +36,6 @@ _COLLECTIVE = re.compile(
   r"(all-reduce|all-gather|reduce-scatter|(?:ragged-)?all-to-all|"
   r"collective-broadcast|collective-permute)(?:-start)?"
 )
-# XLA looks through these for the other end of a pair of conversions.
-_MOVES = re.compile(
-  r"bitcast-convert|broadcast|call|concatenate|copy|dynamic-slice|gather|pad|"
-  r"parameter|reshape|reverse|slice|transpose"
-)
-_SUM = "a sum in a fusion"
 
 
 class Instruction(NamedTuple):
@@ -45,14 +43,14 @@ class Instruction(NamedTuple):
 
   Attributes:
     name: with the name of the computation that it is in.
-    dtypes: those of its results, as HLO writes them.
+    type: of its results, with shapes, as HLO writes it.
     opcode: what it does.
     operands: the names of its operands; the number of a parameter.
     rest: its attributes.
   """
 
   name: str
-  dtypes: tuple[str, ...]
+  type: str
   opcode: str
   operands: tuple[str, ...]
   rest: str
@@ -64,9 +62,24 @@ class Instruction(NamedTuple):
     return found[1].rpartition("call_exported/")[2] if found else ""
 
   @property
+  def dtypes(self) -> list[str]:
+    """The dtypes of its results."""
+    return re.findall(r"\b([a-z]\w*)\[", self.type)
+
+  @property
+  def mark(self) -> str:
+    """The number of the operation of JAX's program that it is a part of."""
+    return self.op_name.rpartition("#")[2]
+
+  @property
+  def computation(self) -> str:
+    """The name of the computation that it is in."""
+    return self.name.partition("/")[0]
+
+  @property
   def scope(self) -> str:
     """The scope of the model, or an empty string."""
-    return scopes.join("", self.op_name.rpartition("/")[0])
+    return scopes.join("", _FLOW.sub("", self.op_name).rpartition("/")[0])
 
   @property
   def called(self) -> list[str]:
@@ -99,6 +112,11 @@ class Program(NamedTuple):
     """Returns the dtypes of its operands."""
     found = map(self.instructions.get, x.operands)
     return [y.dtypes[0] for y in found if y and y.dtypes]
+
+  def element(self, name: str) -> int:
+    """Returns which element of a tuple an instruction takes, or -1."""
+    found = re.search(r"\bindex=(\d+)", self.instructions[name].rest)
+    return int(found[1]) if found else -1
 
   def running(
     self, name: str = "", within: Instruction | None = None
@@ -136,7 +154,7 @@ def parse(text: str) -> Program:
       computations[inside].append(f"{inside}/{name}")
       instructions[f"{inside}/{name}"] = Instruction(
         f"{inside}/{name}",
-        tuple(re.findall(r"\b([a-z]\w*)\[", of_type)),
+        of_type,
         opcode,
         tuple(operands),
         rest or "",
@@ -210,147 +228,62 @@ class Product(NamedTuple):
   line: str
 
 
-def products(program: Program, is_tpu: bool) -> list[Product]:
-  """Returns the products of a program, each as often as it is compiled in."""
-  found: list[tuple[str, Product]] = []
-  sums: list[tuple[str, Product]] = []
-  for x, kernel in program.running():
-    if through := _through(x, kernel, is_tpu):
-      product = Product(
-        tuple(map(_dtype_name, program.dtypes_of(x)[:2])),
-        _dtype_name(x.dtypes[0]),
-        through,
-        x.scope,
-        program.line_of(x),
-      )
-      (sums if through == _SUM else found).append((x.op_name, product))
-  # A product that is split into parts has sums of these, too.
-  names = {name for name, _ in found}
-  return [x for _, x in found] + [x for name, x in sums if name not in names]
-
-
-def _through(x: Instruction, kernel: Instruction | None, is_tpu: bool) -> str:
-  """Returns what computes a product, or an empty string."""
-  if x.opcode == "custom-call":
-    found = re.search(r'custom_call_target="__(cublas|cudnn)(.*?)"', x.rest)
-    if not found:
-      return ""
-    library = {"cublas": "cuBLAS", "cudnn": "cuDNN"}[found[1]]
-    return library + " in float8" * found[2].endswith("$f8")
-  if x.opcode in ("dot", "convolution"):
-    is_triton = kernel and "triton" in kernel.rest
-    by_gpu = "Triton" if is_triton else "a fusion"
-    return "the matrix unit" if is_tpu else by_gpu
-  is_product = re.search(r"(dot_general|conv_general_dilated)$", x.op_name)
-  return _SUM if x.opcode == "reduce" and is_product else ""
-
-
-class Narrowing(NamedTuple):
-  """A conversion to a float of fewer bits that a program asks for.
-
-  Attributes:
-    wide: the dtype before it.
-    narrow: the dtype after it.
-    kept: whether the compiled program rounds there.
-    scope: the scope of the model, or an empty string.
-    line: the user's line of code, or an empty string.
-  """
-
-  wide: str
-  narrow: str
-  kept: bool
-  scope: str
-  line: str
-
-
-def narrowings(before: Program, after: Program) -> list[Narrowing]:
-  """Returns what became of each narrowing of a program.
-
-  XLA removes a narrowing only together with what widens its result again. So it
-  is kept if one of both is found in the compiled program, by name and line, or
-  if something else takes the narrow numbers.
+def products(
+  before: Program, after: Program, *, is_tpu: bool, rounding: str
+) -> list[Product]:
+  """Returns the products of a program, each as often as it is compiled in.
 
   Args:
     before: the program that JAX made.
     after: the program that XLA made of it.
+    is_tpu: whether it is for a TPU.
+    rounding: what a product rounds float32 to by default, if to anything.
   """
-  seen = collections.defaultdict[tuple[str, str, str], set[str]](set)
-  for x, _ in after.running():
-    line = after.line_of(x)
-    for dtype in x.dtypes:
-      seen["to", dtype, line].add(x.op_name)
-    if x.opcode == "convert":
-      seen["from", after.dtypes_of(x)[0], line].add(x.op_name)
-
-  def is_in(way: str, dtype: str, x: Instruction) -> bool:
-    # Only XLA adds the name of a jitted function to those inside it.
-    names = seen[way, dtype, before.line_of(x)]
-    return any(name.endswith(x.op_name) for name in names)
-
-  # XLA merges conversions of one array to one dtype.
-  groups = collections.defaultdict[tuple[str, ...], list[Instruction]](list)
-  for x in before.instructions.values():
-    if x.opcode == "convert" and _is_narrower(before, x):
-      groups[*x.operands, *x.dtypes].append(x)
-  flows = _flows(before)
-  return [
-    Narrowing(
-      _dtype_name(before.dtypes_of(x)[0]),
-      _dtype_name(narrow),
-      any(is_in("to", narrow, y) for y in group)
-      or any(
-        y is None or is_in("from", narrow, y)
-        for y in _ends(before, flows, [z.name for z in group])
-      ),
-      x.scope,
-      before.line_of(x),
-    )
-    for (*_, narrow), group in groups.items()
-    for x in group
-  ]
+  asked = {
+    x.mark: before.dtypes_of(x)[:2]
+    for x in before.instructions.values()
+    if x.opcode in ("dot", "convolution")
+  }
+  # A product in several parts has one name.
+  parts = collections.defaultdict[str, list[tuple[int, Product]]](list)
+  for x, kernel in after.running():
+    through, rank = _through(x, kernel, is_tpu)
+    if through and x.mark in asked:
+      taken = after.dtypes_of(x)[:2] if rank < 3 else asked[x.mark]
+      is_exact = re.search(r"operand_precision\W+high", x.rest, re.IGNORECASE)
+      if rounding and "f32" in taken and rank < 2 and not is_exact:
+        through = f"{through} in {rounding}"
+      product = Product(
+        tuple(map(dtype_name, taken)),
+        dtype_name(x.dtypes[0]),
+        through,
+        x.scope,
+        after.line_of(x),
+      )
+      parts[x.op_name].append((rank, product))
+  return [min(x, key=lambda y: y[0])[1] for x in parts.values()]
 
 
-def _flows(program: Program) -> Mapping[str, Sequence[str]]:
-  """Returns what takes the numbers of each instruction, also in what it calls.
-
-  The empty string stands for the caller, who takes the result.
-  """
-  flows = collections.defaultdict[str, list[str]](list)
-  for x in program.instructions.values():
-    inner = program.computations[x.called[0]] if x.opcode == "call" else ()
-    numbered = {
-      program.instructions[y].operands[0]: y
-      for y in inner
-      if program.instructions[y].opcode == "parameter"
-    }
-    for number, operand in enumerate(x.operands):
-      flows[operand].append(numbered.get(str(number), x.name))
-    for result in inner[-1:]:
-      flows[result].append(x.name)
-  flows[program.computations[program.entry][-1]].append("")
-  return flows
+def _through(
+  x: Instruction, kernel: Instruction | None, is_tpu: bool
+) -> tuple[str, int]:
+  """Returns what computes a product, and how surely; or an empty string."""
+  if x.opcode == "custom-call":
+    found = re.search(r'custom_call_target="__(cublas|cudnn)(.*?)"', x.rest)
+    library = {"cublas": "cuBLAS", "cudnn": "cuDNN"}[found[1]] if found else ""
+    is_float8 = found and found[2].endswith("$f8")
+    return library + " in float8" * bool(is_float8), 0
+  if x.opcode in ("dot", "convolution"):
+    is_triton = kernel and "triton" in kernel.rest
+    by_gpu = "Triton" if is_triton else "a fusion"
+    return "the matrix unit" if is_tpu else by_gpu, 1
+  # XLA makes sums of a product with a vector, and of others that are small. The
+  # multiplication may have no name.
+  rank = {"multiply": 2, "reduce": 3, "convert": 3}.get(x.opcode, 0)
+  return "sums" if rank else "", rank
 
 
-def _ends(
-  program: Program, flows: Mapping[str, Sequence[str]], names: list[str]
-) -> Iterator[Instruction | None]:
-  """Yields the conversions that widen numbers again, and None for all else."""
-  seen = set[str]()
-  while names:
-    name = names.pop()
-    if name not in seen:
-      seen.add(name)
-      for user in flows.get(name, ()):
-        x = program.instructions.get(user)
-        if x and _MOVES.fullmatch(x.opcode):
-          names.append(user)
-        elif x and x.opcode == "convert" and not _is_narrower(program, x):
-          yield x
-        else:
-          yield None
-
-
-def _is_narrower(program: Program, x: Instruction) -> bool:
+def is_narrower(program: Program, x: Instruction) -> bool:
   """Returns whether a conversion is between floats, to one of fewer bits."""
   wide, narrow = (
     _DTYPE.fullmatch(y) for y in (*program.dtypes_of(x), *x.dtypes)
@@ -360,7 +293,7 @@ def _is_narrower(program: Program, x: Instruction) -> bool:
   return int(narrow[2]) < int(wide[2])
 
 
-def _dtype_name(name: str) -> str:
+def dtype_name(name: str) -> str:
   """Returns NumPy's name of a dtype, as in float8_e4m3fn for f8e4m3fn."""
   found = _DTYPE.fullmatch(name)
   if not found:

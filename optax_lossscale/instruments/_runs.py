@@ -41,7 +41,7 @@ _WORST_FIRST = ("wrong", "inconclusive", "rounding", "exact", "not applied")
 
 
 def bind(
-  step: object, args: Sequence[object], caller: str
+  step: object, args: Sequence[object], caller: str, name: str = "step"
 ) -> tuple[_next_values.Step, dict[str, object], dict[str, str]]:
   """Returns a step as a function of a dict of arguments, and that dict.
 
@@ -50,11 +50,11 @@ def bind(
   """
   if not callable(step):
     raise TypeError(
-      "`step` must be the train step itself, got a "
+      f"`{name}` must be the train step itself, got a "
       f"{arguments.kind_of(step)}; its arguments come after it: "
       f"{caller}(train_step, params, opt_state, batch)."
     )
-  arguments.check_by_position(step, "step")
+  arguments.check_by_position(step, name)
   parameters = inspect.signature(step).parameters.values()
   names = [x.name for x in parameters if x.kind < x.VAR_POSITIONAL]
   # Arguments that the step takes as *args are named by their position.

@@ -5,6 +5,7 @@ compilation runs in another process, and only this module starts any.
 """
 
 import base64
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
@@ -15,6 +16,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -39,6 +41,8 @@ _OWN_SETTINGS = {
 
 # The texts and bytes of a compiled program by name, or its `error`.
 Outcome = Mapping[str, Any]
+# A program, and what `_compile_child.py` must know of it; or else its `error`.
+Exported = tuple[bytes, Mapping[str, object]]
 
 
 class Target(NamedTuple):
@@ -46,12 +50,15 @@ class Target(NamedTuple):
 
   Attributes:
     name: as the user writes it, such as "h200" or "v5e:16x16".
-    memory: of one device, in bytes.
+    usable_memory: what JAX takes of one device by default, in bytes.
+    default_precision: what its products round float32 to, unless JAX asks for
+      more; an empty string if to nothing.
     topology: the arguments of `get_topology_desc`.
   """
 
   name: str
-  memory: int
+  usable_memory: int
+  default_precision: str
   topology: Mapping[str, str]
 
   @property
@@ -63,30 +70,40 @@ class Target(NamedTuple):
 def read_targets(names: str | Sequence[str]) -> list[Target]:
   """Returns the targets of names such as "h200" or "v5e:16x16".
 
+  Args:
+    names: several of them, or one text with commas in between.
+
   Raises:
-    ValueError: if a target is unknown.
+    ValueError: if a target is unknown, or there is none.
   """
-  names = [names] if isinstance(names, str) else names
-  return [_read_target(name) for name in names]
+  if isinstance(names, str):
+    names = [x.strip() for x in names.split(",")]
+  # What is no list, or has nothing in it, is no target either.
+  listed: list[object] = [*names] if isinstance(names, Iterable) else []
+  return [_read_target(x) for x in dict.fromkeys(listed or [names])]
 
 
-def _read_target(name: str) -> Target:
+def _read_target(name: object) -> Target:
   kind, _, size = str(name).partition(":")
   known = _data()["targets"]
   found = known.get(kind, {})
-  if not found or (size and "size" not in found):
+  is_size = re.fullmatch(r"\d+(x\d+)+", size) and "size" in found
+  if not found or (size and not is_size):
     raise ValueError(
       f"`targets` must be of {', '.join(known)}, a TPU perhaps with its size "
       f"as in 'v5e:16x16', got {arguments.shown(name)}"
       f"{arguments.did_you_mean(kind, known) or '.'}"
     )
+  memory = found["memory"]
   if "size" in found:
     place = f"{kind}:{size or found['size']}"
     topology = {"platform": "tpu", "topology_name": place}
-  else:
-    card = _data()["card"].format(**found)
-    topology = {"platform": "cuda", "topology_name": "", "target_config": card}
-  return Target(name, found["memory"], topology)
+    return Target(str(name), memory, "bfloat16", topology)
+  card = _data()["card"].format(**found)
+  topology = {"platform": "cuda", "topology_name": "", "target_config": card}
+  # Tensor cores have had TF32 since Ampere.
+  precision = "TF32" if found["major"] >= 8 else ""
+  return Target(str(name), memory * 3 // 4, precision, topology)
 
 
 @functools.cache
@@ -100,11 +117,11 @@ def find_python(folder: str | os.PathLike[str] | None) -> pathlib.Path:
   Raises:
     RuntimeError: if it is not found.
   """
-  folder = folder or os.environ.get(VARIABLE)
+  folder = folder or os.environ.get(VARIABLE) or ""
   packages = "libtpu", "jax_cuda12_plugin", "flatbuffers"
   if not folder and all(map(importlib.util.find_spec, packages)):
     return pathlib.Path(sys.executable)
-  python = pathlib.Path(folder or "", "bin", "python")
+  python = pathlib.Path(folder, "bin", "python").expanduser().absolute()
   if not (folder and python.exists()):
     got = f"got {os.fspath(folder)!r}" if folder else f"{VARIABLE} is not set"
     raise RuntimeError(
@@ -117,13 +134,21 @@ def find_python(folder: str | os.PathLike[str] | None) -> pathlib.Path:
   sys.path += places
   try:
     importlib.import_module("flatbuffers")
+  except ImportError:
+    raise RuntimeError(
+      f"XLA's compilers must be whole, got {os.fspath(folder)!r} without "
+      "flatbuffers; make them again, in a new folder."
+    ) from None
   finally:
     del sys.path[len(sys.path) - len(places) :]
   return python
 
 
-def make(folder: str) -> None:
+def make(folder: str) -> str:
   """Makes an environment of the compilers for the JAX that is here.
+
+  Returns:
+    The folder as an absolute path.
 
   Raises:
     RuntimeError: if this machine cannot have them, or they do not install.
@@ -131,6 +156,7 @@ def make(folder: str) -> None:
   machine = f"{sys.platform} {platform.machine()}"
   if machine != "linux x86_64":
     raise RuntimeError(f"XLA's compilers need Linux on x86-64, got {machine}.")
+  folder = os.path.abspath(os.path.expanduser(folder))
   if os.path.exists(folder):
     raise RuntimeError(
       f"The folder of the compilers must be new, got {folder}: with them, a "
@@ -147,11 +173,12 @@ def make(folder: str) -> None:
       raise RuntimeError(
         f"This must succeed, but failed: {shlex.join(command)}"
       )
+  return folder
 
 
 def compile_for(
   target: Target,
-  programs: Mapping[str, tuple[bytes, Mapping[str, object]]],
+  programs: Mapping[str, Exported],
   *,
   python: pathlib.Path,
   options: Mapping[str, object],
@@ -160,7 +187,7 @@ def compile_for(
 
   Args:
     target: for which.
-    programs: each one exported, and what `_compile_child.py` must know of it.
+    programs: by name.
     python: that has the compilers.
     options: of the compiler.
 
@@ -174,6 +201,7 @@ def compile_for(
     "programs": {
       name: {"exported": base64.b64encode(exported).decode(), **about}
       for name, (exported, about) in programs.items()
+      if exported
     },
   }
   kept = {x: y for x, y in os.environ.items() if not x.startswith(_SETTINGS)}
@@ -181,7 +209,8 @@ def compile_for(
     path = pathlib.Path(folder, "job.json")
     path.write_text(json.dumps(job))
     start = time.monotonic()
-    sys.stderr.write(f"Compiling for {target.name} ...")
+    names = " and ".join(programs)
+    sys.stderr.write(f"Compiling the {names} for {target.name} ...")
     sys.stderr.flush()
     # It ends the other process, too, if this one is interrupted.
     done = subprocess.run(
@@ -201,5 +230,6 @@ def compile_for(
   ended = f"the compiler ended with status {done.returncode}: {said[-1]}"
   found = result["found"]
   return result["versions"], {
-    name: found.get(name, {"error": ended}) for name in programs
+    name: found.get(name) or {"error": about.get("error", ended)}
+    for name, (_, about) in programs.items()
   }

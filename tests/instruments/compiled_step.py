@@ -16,7 +16,7 @@ from optax_lossscale.instruments import compiling
 
 FOLDER = pathlib.Path(__file__).parent / "compiled"
 TARGETS = "h200", "v5e"
-F16, F32 = jnp.float16, jnp.float32
+F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 
 
 def step(x, w, u, v):
@@ -24,16 +24,30 @@ def step(x, w, u, v):
     narrow = x.astype(F16) @ w.astype(F16)
   with jax.named_scope("wide"):
     wide = x @ w
+  with jax.named_scope("vector"):
+    vector = x @ w[:, 0]
+  with jax.named_scope("exact"):
+    exact = jnp.dot(u.T, v, precision="highest")
   dropped = (u + 1).astype(F16).astype(F32)
-  kept = lax.optimization_barrier((v + 1).astype(jnp.bfloat16)).astype(F32)
+  kept = lax.optimization_barrier((v + 1).astype(BF16)).astype(F32)
+  computed_in_float32 = jnp.tanh((u + 2).astype(BF16))
+
+  def add(so_far, row):
+    total, lost = so_far
+    row = row - lost
+    rounded = (total.astype(F32) + row).astype(BF16)
+    lost = rounded.astype(F32) - total.astype(F32) - row
+    return (rounded, lost), None
 
   def shrink(w):
     return w / jnp.max(jnp.abs(w))
 
+  with jax.named_scope("compensated"):
+    compensated, _ = lax.scan(add, (u[0].astype(BF16), v[0]), u)
   # It mixes the examples, which devices share.
-  total = jnp.sum(narrow.astype(F32) * wide, axis=0)
-  looped = lax.fori_loop(0, 3, lambda _, x: jnp.sin(x) + 1, total)
-  return lax.cond(looped[0] > 0, shrink, lambda w: w, w), dropped, kept
+  total = jnp.sum(narrow.astype(F32) * wide * vector[:, None], axis=0)
+  w = lax.cond(total[0] > 0, shrink, lambda w: w, w)
+  return w, exact, dropped, kept, computed_in_float32, compensated
 
 
 def program():

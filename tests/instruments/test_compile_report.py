@@ -1,5 +1,6 @@
 """`compile_report` on stored programs, and on compilers that fail."""
 
+import functools
 import json
 import os
 import pathlib
@@ -16,6 +17,7 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale.instruments import _compile_report
 from optax_lossscale.instruments import _compiled_program
+from optax_lossscale.instruments import _narrowings
 from optax_lossscale.instruments import compiling
 from tests.instruments import compiled_step
 
@@ -39,22 +41,30 @@ def test_a_compiled_program_says_what_became_of_it(target):
   through = {"h200": "Triton", "v5e": "the matrix unit"}[target]
   float16, float32 = ("float16",) * 2, ("float32",) * 2
   wide, narrow = number_of("wide = x"), number_of("narrow = x")
-  assert sorted(found.products) == [
+  in_low = {"h200": " in TF32", "v5e": " in bfloat16"}[target]
+  assert sorted(found.products, key=lambda x: x.scope) == [
+    (float32, "float32", through, "exact", number_of("exact = ")),
     (float16, "float32", through, "narrow", narrow),
-    (float32, "float32", through, "wide", wide),
+    (float32, "float32", "sums", "vector", number_of("vector = ")),
+    (float32, "float32", through + in_low, "wide", wide),
   ]
   is_kept = {"h200": False, "v5e": True}[target]
+  to_bfloat16 = "float32", "bfloat16"
   assert sorted(found.narrowings, key=lambda x: x.line) == [
     ("float32", "float16", True, "narrow", narrow),
     ("float32", "float16", True, "narrow", narrow),
     ("float32", "float16", is_kept, "", number_of("dropped = ")),
-    ("float32", "bfloat16", True, "", number_of("kept = ")),
+    (*to_bfloat16, True, "", number_of("kept = ")),
+    (*to_bfloat16, is_kept, "", number_of("computed_in_float32 = ")),
+    # The carry is rounded, but not what is found to be lost.
+    (*to_bfloat16, is_kept, "compensated", number_of("rounded = ")),
+    (*to_bfloat16, True, "compensated", number_of("compensated, _")),
   ]
   assert found.collectives == {"all-reduce": 1}
   assert found.conditionals == 1
   assert found.reused == 4 * 512 * 128  # w is donated.
   assert found.arguments >= 4 * (256 * 512 // 4 + 512 * 128 + 2 * 32 * 64)
-  assert found.peak == (
+  assert found.total == (
     found.arguments + found.outputs - found.reused + found.temporaries
   )
   assert found.fits and not found.error
@@ -70,20 +80,25 @@ def test_the_report_prints_every_number_and_line():
   text = str(report)
   assert text.startswith("Compiled, not timed.\njax 0.12\n")
   row = re.search(r"^narrowings dropped +(.*)", text, re.MULTILINE)[1]
-  assert row.split() == ["1", "0", "0", "-"]
+  assert row.split() == ["3", "0", "0", "-"]
   assert "h200, {'xla_flag': 1}\n" in text
   line = number_of("dropped = ")
-  assert f"narrowings dropped:\n  1 x {line}  float32 -> float16\n" in text
+  assert f"  1 x {line}  float32 -> float16\n" in text
   line = number_of("wide = x")
-  assert f"products of float32:\n  1 x {line}  wide\n" in text
+  assert f"  1 x {line}  wide\n" in text
   assert "1 x float16 x float16 -> float32, Triton" in text
-  failed = {"v5e": _compile_report.CompiledStep(1, "No.\nmore")}
-  text = str(report._replace(steps=failed, baselines={}))
-  assert "v5e: it does not compile: No." in text
-  assert not failed["v5e"].fits
+  baseline = text.partition("\nh200, baseline")[2]
+  assert "1 x float16 x float16 -> float32, the matrix unit\n" in baseline
+  assert "v5e, baseline: it does not compile: No." in text
+  fits = re.search(r"^fits the memory +(.*)", text, re.MULTILINE)[1]
+  assert fits.split() == ["yes", "yes", "yes", "-"]
+  failed = _compile_report.CompiledStep(1, "RESOURCE_EXHAUSTED: 2 bytes")
+  text = str(report._replace(steps={"v5e": failed}, baselines={}))
+  assert re.search("^fits the memory +no$", text, re.MULTILINE)
+  assert not failed.fits
 
 
-# The program of JAX: the line of each operation is that of its frame.
+# A program of JAX's, whose operations are numbered, and what XLA made of it.
 BEFORE = """\
 FileNames
 1 "step.py"
@@ -96,45 +111,103 @@ StackFrames
 
 inner.1 {
   a = f32[8] parameter(0)
-  in.1 = f16[8] convert(a), metadata={op_name="inner/cast"}
-  ROOT moved = f16[8] reshape(in.1)
+  in.1 = f16[8] convert(a), metadata={op_name="called#1" stack_frame_id=1}
+  moved = f16[8] reshape(in.1)
+  ROOT results = (f16[8], f16[8]) tuple(moved, moved)
 }
 
 ENTRY main.1 {
   x = f32[8] parameter(0)
   y = f32[8] parameter(1)
-  z = f32[8] parameter(2)
-  called = f16[8] call(x), to_apply=inner.1
-  back = f32[8] convert(called), metadata={op_name="back"}
-  first = f16[8] convert(y), metadata={op_name="first" stack_frame_id=1}
-  second = f16[8] convert(y), metadata={op_name="second"}
-  summed = f32[8] convert(first), metadata={op_name="summed"}
-  taken = f16[8] negate(second)
-  third = bf16[8] convert(z), metadata={op_name="third"}
-  widened = f32[8] convert(third), metadata={op_name="widened"}
-  fourth = f16[8] convert(taken), metadata={op_name="not narrower"}
-  ROOT last = bf16[8] convert(summed), metadata={op_name="last"}
+  results = (f16[8], f16[8]) call(x), to_apply=inner.1
+  of_call = f16[8] get-tuple-element(results), index=1
+  back = f32[8] convert(of_call), metadata={op_name="back#2"}
+  first = f16[8] convert(y), metadata={op_name="merged/#3"}
+  first_wide = f32[8] convert(first), metadata={op_name="#4"}
+  second = f16[8] convert(y), metadata={op_name="merged/#5"}
+  second_wide = f32[8] convert(second), metadata={op_name="#6"}
+  both = f32[8] add(first_wide, second_wide), metadata={op_name="#7"}
+  third = bf16[8] convert(both), metadata={op_name="one use of two/#8"}
+  negated = bf16[8] negate(third), metadata={op_name="#9"}
+  third_wide = f32[8] convert(third), metadata={op_name="#10"}
+  doubled = f32[8] multiply(third_wide, x), metadata={op_name="#11"}
+  fourth = f8e5m2[8] convert(x), metadata={op_name="in a product/#12"}
+  fourth_wide = bf16[8] convert(fourth), metadata={op_name="#13"}
+  dot = f32[8] dot(fourth_wide, negated), metadata={op_name="#14"}
+  fifth = f16[8] convert(dot), metadata={op_name="twice/#15"}
+  fifth_wide = f32[8] convert(fifth), metadata={op_name="#16"}
+  again = f16[8] convert(fifth_wide), metadata={op_name="again/#17"}
+  sine = f16[8] sine(again), metadata={op_name="#18"}
+  sixth = f16[8] convert(doubled), metadata={op_name="renamed/#19"}
+  sixth_wide = f32[8] convert(sixth), metadata={op_name="#20"}
+  cosine = f32[8] cosine(sixth_wide), metadata={op_name="#21"}
+  seventh = f16[8] convert(cosine), metadata={op_name="carried/#22"}
+  carry = (f16[8]) tuple(seventh)
+  loop = (f16[8]) while(carry), metadata={op_name="#23"}
+  last = f16[8] get-tuple-element(loop), index=0
+  eighth = f16[8] convert(sine), metadata={op_name="not narrower"}
+  ninth = bf16[8] convert(dot), metadata={op_name="other kernel/#24"}
+  ninth_wide = f32[8] convert(ninth), metadata={op_name="#25"}
+  root = f32[8] sqrt(ninth_wide), metadata={op_name="#26"}
+  ROOT out = (f32[8], f16[8], f16[8], f32[8]) tuple(back, eighth, last, root)
 }
 """
 AFTER = """\
-ENTRY %main (y: f32[8]) -> bf16[8] {
-  %y = f32[8] parameter(0)
-  %w = bf16[8] negate(%y)
-  ROOT %b = f32[8] convert(bf16[8]{0} %w), metadata={op_name="jit(f)/widened"}
+%kernel (p: f32[8]) -> (f16[8], f32[8]) {
+  %p = f32[8] parameter(0)
+  %n = bf16[8] convert(%p)
+  %w = f32[8] convert(%n)
+  %m = f16[8] convert(%p)
+  ROOT %t = (f16[8], f32[8]) tuple(%m, %w)
+}
+
+%next (q: f32[8]) -> f32[8] {
+  %q = f32[8] parameter(0)
+  ROOT %r = f32[8] sqrt(%q), metadata={op_name="f/#26"}
+}
+
+ENTRY %main (x: f32[8], y: f32[8]) -> (f32[8], f16[8], f16[8], f32[8]) {
+  %x = f32[8] parameter(0)
+  %y = f32[8] parameter(1)
+  %y16 = f16[8] convert(%y), metadata={op_name="f/merged/#3"}
+  %y32 = f32[8] convert(%y16), metadata={op_name="f/#4"}
+  %both = f32[8] add(%y32, %y32), metadata={op_name="f/#7"}
+  %third = bf16[8] convert(%both), metadata={op_name="f/one use of two/#8"}
+  %negated = bf16[8] negate(%third), metadata={op_name="f/#9"}
+  %doubled = f32[8] multiply(%both, %x), metadata={op_name="f/#11"}
+  %fourth = f8e5m2[8] convert(%x), metadata={op_name="f/in a product/#12"}
+  %dot = f32[8] custom-call(%fourth, %negated), metadata={op_name="f/#14"}
+  %kernels = (f16[8], f32[8]) fusion(%dot), calls=%kernel
+  %fifth = f16[8] get-tuple-element(%kernels), index=0
+  %sine = f16[8] sine(%fifth), metadata={op_name="f/#18"}
+  %sixth = f16[8] convert(%doubled), metadata={op_name="f/renamed/#19"}
+  %other = f32[8] convert(%sixth)
+  %cosine = f32[8] tangent(%other)
+  %loop = (f16[8]) while(%cosine), metadata={op_name="f/#23"}
+  %last = f16[8] get-tuple-element(%loop), index=0
+  %ninth = f32[8] get-tuple-element(%kernels), index=1
+  %root = f32[8] fusion(%ninth), calls=%next
+  ROOT %out = (f32[8], f16[8], /*index=2*/f16[8], f32[8]) \
+tuple(%x, %sine, /*index=2*/%last, %root)
 }
 """
 
 
-def test_a_narrowing_is_kept_if_anything_takes_narrow_numbers():
-  found = _compiled_program.narrowings(
+def test_a_narrowing_is_kept_if_all_that_use_it_get_rounded_numbers():
+  found = _narrowings.find(
     _compiled_program.parse(BEFORE), _compiled_program.parse(AFTER)
   )
-  assert [(x.narrow, x.kept, x.line) for x in found] == [
-    ("float16", False, ""),  # Only `back` takes it, past a call and a move.
-    ("float16", True, "step.py:7"),  # It is one with the second, below.
-    ("float16", True, ""),  # `taken` does not convert it.
-    ("bfloat16", True, ""),  # Its widening is still there.
-    ("bfloat16", True, ""),  # It is the result.
+  assert [(x.scope, x.narrow, x.kept, x.line) for x in found] == [
+    ("", "float16", False, "step.py:7"),  # The result is x.
+    ("merged", "float16", True, ""),
+    ("merged", "float16", True, ""),
+    ("one use of two", "bfloat16", False, ""),
+    ("in a product", "float8_e5m2", True, ""),
+    ("twice", "float16", True, ""),
+    ("again", "float16", True, ""),
+    ("renamed", "float16", True, ""),
+    ("carried", "float16", True, ""),
+    ("other kernel", "bfloat16", True, ""),
   ]
 
 
@@ -171,8 +244,10 @@ ENTRY %main (x.1: f32[8]) -> f32[] {
   %b = f32[8] conditional(%zero, %x.1), branch_computations={%fused, %fused}
   %c = f32[8] conditional(%zero, %b, %b), true_computation=%fused, \
 false_computation=%fused
-  %product = (f32[8]{0}, s8[64]{0}) custom-call(%c, /*index=1*/%last), \
-custom_call_target="__cublas$lt$matmul$f8"
+  %c8 = f8e4m3fn[8]{0} convert(%c)
+  %l8 = f8e5m2[8]{0} convert(%last)
+  %product = (f32[8]{0}, s8[64]{0}) custom-call(%c8, /*index=1*/%l8), \
+custom_call_target="__cublas$lt$matmul$f8", metadata={op_name="f/#5"}
   %bits = f32[8]{0} bitcast(%last)
   %both = f32[] all-reduce-start(%bits), to_apply=%fused
   %ended = f32[] all-reduce-done(%both)
@@ -184,15 +259,24 @@ custom_call_target="__cublas$lt$matmul$f8"
 def test_launches_are_counted_in_loops_and_branches():
   program = _compiled_program.parse(PROGRAM)
   # Two of the loop, one of its condition, one in each branch of two, and then
-  # an asynchronous copy, a call of a library, a collective and a sum.
-  assert _compiled_program.kernels(program) == 2 + 1 + 4 + 4
+  # an asynchronous copy, a call of a library, a collective, a sum, two casts.
+  assert _compiled_program.kernels(program) == 2 + 1 + 4 + 4 + 2
   assert _compiled_program.collectives(program) == {"all-reduce": 1}
   assert _compiled_program.conditionals(program) == 2
-  (product,) = _compiled_program.products(program, is_tpu=False)
-  assert product == (("float32", "float32"), "float32", *F8)
+  asked = _compiled_program.parse(ASKED)
+  (product,) = _compiled_program.products(
+    asked, program, is_tpu=False, rounding="TF32"
+  )
+  assert product == (("float8_e4m3fn", "float8_e5m2"), "float32", *F8)
 
 
-F8 = ("cuBLAS in float8", "", "")
+ASKED = """\
+ENTRY main.1 {
+  x = bf16[8] parameter(0)
+  ROOT dot = f32[8] dot(x, x), metadata={op_name="#5"}
+}
+"""
+F8 = ("cuBLAS in float8", "f", "")
 
 # An environment's Python runs this in the place of the compilers.
 CHILD = f"""\
@@ -255,7 +339,46 @@ def test_what_compilers_say_is_in_the_report(compilers, capfd):
   assert programs["baseline"]["axes"] == {"data": [4, "Auto"]}
   # The warnings of libraries are not shown.
   out, err = capfd.readouterr()
-  assert not out and re.fullmatch(r"Compiling for h200 \.\.\. \d+ s\n", err)
+  assert not out and re.fullmatch(
+    r"Compiling the step and baseline for h200 \.\.\. \d+ s\n", err
+  )
+
+
+def test_whatever_wraps_a_jitted_step_its_donation_and_shardings_count(
+  compilers,
+):
+  mesh = jax.sharding.AbstractMesh((2,), ("data",))
+  shared = jax.NamedSharding(mesh, jax.P("data"))
+  jitted = jax.jit(
+    lambda scale, x, y: (x * scale + y, y),
+    static_argnums=0,
+    donate_argnums=2,
+    in_shardings=(shared, None),
+  )
+  x = jax.ShapeDtypeStruct((4,), jnp.float32)
+  folder = compilers(answering())
+  step = functools.partial(jitted, 3)
+  compile_report(step, x, x, targets="h200", compilers=folder)
+  job = json.loads((folder / "bin/job").read_text())
+  assert job["programs"]["step"]["donated"] == [1]
+  assert job["programs"]["step"]["axes"] == {"data": [2, "Explicit"]}
+
+
+def test_a_step_that_calls_python_is_an_error_of_its_own(compilers):
+  def step(x):
+    jax.debug.print("{}", x)
+    return x
+
+  report = compile_report(
+    step,
+    1.5,
+    targets="h200,v5e",
+    baseline=(jnp.sin, jnp.ones(2)),
+    compilers=compilers(answering(baseline=compiled_step.load("h200"))),
+  )
+  for target in ("h200", "v5e"):
+    assert "must not call Python, as jax.debug." in report.steps[target].error
+    assert not report.baselines[target].error
 
 
 def test_a_compiler_that_crashes_is_an_error_of_its_target(compilers):
@@ -320,11 +443,23 @@ def test_the_compilers_and_the_target_must_be_known(tmp_path, monkeypatch):
   monkeypatch.setenv("OPTAX_LOSSSCALE_COMPILERS", str(tmp_path))
   with pytest.raises(RuntimeError, match=f"installed, got '{tmp_path}'"):
     compile_report(jnp.sin, 1.0)
-  for name in ("h300", "h200:2x2", "cpu", 3):
-    with pytest.raises(ValueError, match=r"must be of v100, .* got .*\d|cpu"):
-      compile_report(jnp.sin, 1.0, targets=[name])
+  monkeypatch.setenv("OPTAX_LOSSSCALE_COMPILERS", sys.prefix)
+  for wrong in ("h300", "v5e,h200:2x2", ["v5e:foo"], "cpu", "", (), None, 3):
+    with pytest.raises(ValueError, match=r"must be of v100, .*, got "):
+      compile_report(jnp.sin, 1.0, targets=wrong)
+  with pytest.raises(TypeError, match=r"`compiler_options` .* got 'xla_flag'"):
+    compile_report(jnp.sin, 1.0, compiler_options="xla_flag")
+  for wrong in (3, ()):
+    with pytest.raises(TypeError, match="`baseline` must be the train step"):
+      compile_report(jnp.sin, 1.0, baseline=wrong)
   with pytest.raises(TypeError, match="`step` must be the train step itself"):
     compile_report(1.0, jnp.sin, targets="h200", compilers=sys.prefix)
+
+
+def test_compilers_must_be_whole(compilers, monkeypatch):
+  monkeypatch.setitem(sys.modules, "flatbuffers", None)
+  with pytest.raises(RuntimeError, match="without flatbuffers; make them"):
+    compile_report(jnp.sin, 1.0, compilers=compilers(""))
 
 
 def test_compilers_of_another_jax_say_so(monkeypatch):
