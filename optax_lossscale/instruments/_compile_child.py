@@ -5,7 +5,6 @@ compilers. There only JAX is installed, so nothing of this library is imported.
 """
 
 import base64
-from collections.abc import Iterator
 import contextlib
 from importlib import metadata
 import itertools
@@ -13,7 +12,6 @@ import json
 import math
 import pathlib
 import sys
-from typing import Any
 
 import jax
 from jax import export
@@ -81,9 +79,7 @@ def _compile(
         )
       )
     )
-  module = lowered.compiler_ir()
-  assert module is not None
-  _mark(module.operation, itertools.count())
+  _number(lowered)
   try:
     compiled = lowered.compile(options)
   except Exception as error:
@@ -107,19 +103,23 @@ def _compile(
   }
 
 
-def _mark(parent: Any, numbers: Iterator[int]) -> None:
+def _number(lowered: jax.stages.Lowered) -> None:
   """Numbers the operations in their names, which XLA keeps for their parts."""
-  for region in parent.regions:
-    for block in region.blocks:
-      for operation in block.operations:
-        x = operation.operation
-        place = x.location
-        name = getattr(place, "name_str", "")
-        # The name of a call comes before those of what it calls.
-        if name and x.name != "func.call":
-          with x.context:
-            x.location = place.name(f"{name}#{next(numbers)}", place.child_loc)
-        _mark(x, numbers)
+  module = lowered.compiler_ir()
+  assert module is not None
+  numbers = itertools.count()
+  parents = [module.operation]
+  for parent in parents:
+    blocks = [block for region in parent.regions for block in region.blocks]
+    for operation in itertools.chain(*(block.operations for block in blocks)):
+      x = operation.operation
+      place = x.location
+      name = getattr(place, "name_str", "")
+      # The name of a call comes before those of what it calls.
+      if name and x.name != "func.call":
+        with x.context:
+          x.location = place.name(f"{name}#{next(numbers)}", place.child_loc)
+      parents.append(x)
 
 
 if __name__ == "__main__":

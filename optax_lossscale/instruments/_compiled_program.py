@@ -248,7 +248,7 @@ def products(
   parts = collections.defaultdict[str, list[tuple[int, Product]]](list)
   for x, kernel in after.running():
     through, rank = _through(x, kernel, is_tpu)
-    if through and x.mark in asked:
+    if through and (rank < 2 or x.mark in asked):
       taken = after.dtypes_of(x)[:2] if rank < 3 else asked[x.mark]
       is_exact = re.search(r"operand_precision\W+high", x.rest, re.IGNORECASE)
       if rounding and "f32" in taken and rank < 2 and not is_exact:
@@ -260,7 +260,7 @@ def products(
         x.scope,
         after.line_of(x),
       )
-      parts[x.op_name].append((rank, product))
+      parts[x.op_name or x.name].append((rank, product))
   return [min(x, key=lambda y: y[0])[1] for x in parts.values()]
 
 

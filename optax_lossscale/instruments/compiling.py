@@ -5,9 +5,9 @@ compilation runs in another process, and only this module starts any.
 """
 
 import base64
-from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from collections.abc import Set
 import functools
 import importlib
 from importlib import metadata
@@ -79,8 +79,10 @@ def read_targets(names: str | Sequence[str]) -> list[Target]:
   if isinstance(names, str):
     names = [x.strip() for x in names.split(",")]
   # What is no list, or has nothing in it, is no target either.
-  listed: list[object] = [*names] if isinstance(names, Iterable) else []
-  return [_read_target(x) for x in dict.fromkeys(listed or [names])]
+  listed: list[object] = [names]
+  if isinstance(names, Sequence | Set) and names:
+    listed = [*names]
+  return [*{x.name: x for x in map(_read_target, listed)}.values()]
 
 
 def _read_target(name: object) -> Target:

@@ -100,15 +100,18 @@ def test_the_page_shows_the_table_with_its_columns_and_rows(seen):
 
 def test_compilers_are_made_once_their_size_is_said(monkeypatch, capsys):
   made = []
-  monkeypatch.setattr(
-    compiling, "make", lambda folder: made.append(capsys.readouterr().out)
-  )
+
+  def make(folder):
+    made.append(capsys.readouterr().out)
+    return "/not " + folder
+
+  monkeypatch.setattr(compiling, "make", make)
   assert cli.main(["doctor", "--make-compilers", "there"]) == 0
   assert made == [
     "XLA's compilers take about 1.1 GB. They are installed into there\n"
   ]
   assert capsys.readouterr().out == (
-    "Now set OPTAX_LOSSSCALE_COMPILERS=there\n"
+    "Now set OPTAX_LOSSSCALE_COMPILERS='/not there'\n"
   )
 
 

@@ -173,6 +173,8 @@ def test_what_changes_numbers_without_a_gradient_is_compiled(target):
   # By default a TPU multiplies float32 in bfloat16, and may convert it before.
   low = [x.operands[0] == "float16" for x in found.products]
   assert collections.Counter(low) == {True: 5, False: 5}
+  # Plain casts: four of the schedule, and the new parameters to float16.
+  assert [x.kept for x in found.narrowings] == [True] * 6
 
 
 @pytest.mark.parametrize("target", compiled_step.TARGETS)
@@ -200,6 +202,15 @@ def test_the_guide_prints_its_report(on, capsys):
   assert first == second
 
 
+@each_target
+def test_without_excess_precision_every_narrowing_is_kept(target):
+  options = {"xla_allow_excess_precision": False}
+  found = ols.instruments.compile_report(
+    *compiled_step.program(), targets=target, compiler_options=options
+  ).steps[target]
+  assert [x.kept for x in found.narrowings] == [True] * 7
+
+
 # The figures of docs/costs.md, within bounds for another version of JAX.
 
 
@@ -210,8 +221,9 @@ def check_figures(part, target, names):
     assert row.keys() == stored.keys()
     for key, x in row.items():
       slack = {"temporaries": 2**20, "kernels": 10}.get(key, 0)
-      within = x <= 1.1 * stored[key] + slack
-      assert within, f"{part}, {target}, {name}: {key} {x}, not {stored[key]}"
+      most = 0.1 * stored[key] + slack
+      is_near = abs(x - stored[key]) <= most
+      assert is_near, f"{part}, {target}, {name}: {key} {x}, not {stored[key]}"
 
 
 @each_target
@@ -231,13 +243,17 @@ def test_the_update_phase_needs_what_the_page_says(target):
   ],
 )
 def test_a_train_step_needs_what_the_page_says(part, target):
-  check_figures(part, target, cases.CONTENDERS[:2])
+  # The peers take as long again, so only where that is not long.
+  check_figures(part, target, cases.CONTENDERS[: 2 if "train" in part else 4])
 
 
-def test_sharded_over_256_chips_loss_scaling_adds_small_reductions():
-  rows = cases.figures("sharded train step, 256 x v5e", "v5e:16x16")
+@pytest.mark.long
+@pytest.mark.parametrize("name", cases.MESHES)
+def test_sharded_over_many_chips_loss_scaling_adds_one_small_all_reduce(name):
+  target = cases.MESHES[name]
+  rows = cases.figures(f"sharded train step, {name}", target, cases.CONTENDERS)
   bare, ours, *peers = rows.values()
-  assert ours["all_reduce"] - bare["all_reduce"] <= 2
+  assert ours["all_reduce"] == bare["all_reduce"] + 1
   assert ours["temporaries"] <= min(x["temporaries"] for x in peers)
 
 
