@@ -88,7 +88,7 @@ def _rounded(
         for y in compiled.takes(part, user, i, narrow)
       ]
     if found:
-      yield any(found)
+      yield all(found)
     elif user and user.opcode == "convert":
       # It has gone; what takes its result tells whether that lost a rounding.
       yield from _rounded(asked, compiled, user, narrow)
@@ -200,7 +200,9 @@ class _Compiled:
   def _is_rounded(self, name: str, narrow: str) -> list[bool]:
     """Returns whether a value was rounded, or nothing if that is unknown."""
     source = self._source(name)
-    if source is None or source.opcode in ("parameter", "while"):
+    # What a loop or a branch is given may have been rounded before.
+    is_inner = source and source.computation != self.program.entry
+    if not source or (is_inner and source.opcode == "parameter"):
       return []
     is_cast = source.opcode == "convert"
     dtypes = [*source.dtypes, *(self.program.dtypes_of(source) * is_cast)]

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 
 import jax
@@ -99,19 +100,24 @@ def test_the_report_prints_every_number_and_line():
 
 
 # A program of JAX's, whose operations are numbered, and what XLA made of it.
-BEFORE = """\
+BEFORE = (
+  f"""\
 FileNames
 1 "step.py"
+2 "{sysconfig.get_path("purelib")}/jax/numpy.py"
 
 FileLocations
-1 {file_name_id=1 line=7}
+1 {{file_name_id=1 line=7}}
+2 {{file_name_id=2 line=8}}
 
 StackFrames
-1 {file_location_id=1 parent_frame_id=1}
-
+1 {{file_location_id=1 parent_frame_id=1}}
+2 {{file_location_id=2 parent_frame_id=2}}
+"""
+  + """
 inner.1 {
   a = f32[8] parameter(0)
-  in.1 = f16[8] convert(a), metadata={op_name="called#1" stack_frame_id=1}
+  in.1 = f16[8] convert(a), metadata={op_name="called#1" stack_frame_id=2}
   moved = f16[8] reshape(in.1)
   ROOT results = (f16[8], f16[8]) tuple(moved, moved)
 }
@@ -149,9 +155,20 @@ ENTRY main.1 {
   ninth = bf16[8] convert(dot), metadata={op_name="other kernel/#24"}
   ninth_wide = f32[8] convert(ninth), metadata={op_name="#25"}
   root = f32[8] sqrt(ninth_wide), metadata={op_name="#26"}
-  ROOT out = (f32[8], f16[8], f16[8], f32[8]) tuple(back, eighth, last, root)
+  tenth = f16[8] convert(both), metadata={op_name="summed/#27"}
+  eleventh = f16[8] convert(root), metadata={op_name="one operand/#28"}
+  sums = f16[8] dot(tenth, tenth), metadata={op_name="#29"}
+  product = f16[8] dot(eleventh, tenth), metadata={op_name="#30"}
+  third_result = f32[8] convert(product), metadata={op_name="#31"}
+  twelfth = f16[8] convert(third_result), metadata={op_name="in a clone/#32"}
+  clone = f16[8] floor(twelfth), metadata={op_name="#33"}
+  thirteenth = f16[8] convert(x), metadata={op_name="a result/#34"}
+  result = f32[8] convert(thirteenth), metadata={op_name="#35"}
+  ROOT out = (f32[8], f16[8], f16[8], f32[8]) tuple(back, eighth, last, root, \
+sums, clone, result)
 }
 """
+)
 AFTER = """\
 %kernel (p: f32[8]) -> (f16[8], f32[8]) {
   %p = f32[8] parameter(0)
@@ -169,9 +186,11 @@ AFTER = """\
 ENTRY %main (x: f32[8], y: f32[8]) -> (f32[8], f16[8], f16[8], f32[8]) {
   %x = f32[8] parameter(0)
   %y = f32[8] parameter(1)
+  %x16 = f16[8] convert(%x)
+  %back = f32[8] convert(%x16), metadata={op_name="f/#2"}
   %y16 = f16[8] convert(%y), metadata={op_name="f/merged/#3"}
   %y32 = f32[8] convert(%y16), metadata={op_name="f/#4"}
-  %both = f32[8] add(%y32, %y32), metadata={op_name="f/#7"}
+  %both = f32[8] add(%y32, %y32)
   %third = bf16[8] convert(%both), metadata={op_name="f/one use of two/#8"}
   %negated = bf16[8] negate(%third), metadata={op_name="f/#9"}
   %doubled = f32[8] multiply(%both, %x), metadata={op_name="f/#11"}
@@ -187,8 +206,15 @@ ENTRY %main (x: f32[8], y: f32[8]) -> (f32[8], f16[8], f16[8], f32[8]) {
   %last = f16[8] get-tuple-element(%loop), index=0
   %ninth = f32[8] get-tuple-element(%kernels), index=1
   %root = f32[8] fusion(%ninth), calls=%next
+  %tenth = f16[8] convert(%both), metadata={op_name="f/summed/#27"}
+  %sum = f32[8] multiply(%tenth, %tenth)
+  %sums = f16[8] convert(%sum), metadata={op_name="f/#29"}
+  %product = f16[8] custom-call(%root, %tenth), metadata={op_name="f/#30"}
+  %rounded = f16[8] floor(%product), metadata={op_name="f/#33"}
+  %clone = f16[8] floor(%x), metadata={op_name="f/#33"}
+  %z16 = f16[8] convert(%x), metadata={op_name="f/a result/#34"}
   ROOT %out = (f32[8], f16[8], /*index=2*/f16[8], f32[8]) \
-tuple(%x, %sine, /*index=2*/%last, %root)
+tuple(%back, %sine, /*index=2*/%last, %root, %sums, %clone, %x)
 }
 """
 
@@ -198,7 +224,7 @@ def test_a_narrowing_is_kept_if_all_that_use_it_get_rounded_numbers():
     _compiled_program.parse(BEFORE), _compiled_program.parse(AFTER)
   )
   assert [(x.scope, x.narrow, x.kept, x.line) for x in found] == [
-    ("", "float16", False, "step.py:7"),  # The result is x.
+    ("", "float16", True, "step.py:7"),  # The line is the user's.
     ("merged", "float16", True, ""),
     ("merged", "float16", True, ""),
     ("one use of two", "bfloat16", False, ""),
@@ -208,7 +234,25 @@ def test_a_narrowing_is_kept_if_all_that_use_it_get_rounded_numbers():
     ("renamed", "float16", True, ""),
     ("carried", "float16", True, ""),
     ("other kernel", "bfloat16", True, ""),
+    ("summed", "float16", True, ""),
+    ("one operand", "float16", False, ""),
+    ("in a clone", "float16", False, ""),
+    ("a result", "float16", False, ""),  # The result is x.
   ]
+
+
+def test_the_only_result_of_a_program_is_not_rounded():
+  before, after = (
+    _compiled_program.parse(f"ENTRY main {{\n  x = f32[8] parameter(0)\n{y}}}")
+    for y in (
+      '  n = f16[8] convert(x), metadata={op_name="#1"}\n'
+      "  ROOT wide = f32[8] convert(n)\n",
+      '  n = f16[8] convert(x), metadata={op_name="#1"}\n'
+      "  ROOT same = f32[8] copy(x)\n",
+    )
+  )
+  (found,) = _narrowings.find(before, after)
+  assert not found.kept
 
 
 # Shortened from programs for a GPU and a TPU.
@@ -251,7 +295,9 @@ custom_call_target="__cublas$lt$matmul$f8", metadata={op_name="f/#5"}
   %bits = f32[8]{0} bitcast(%last)
   %both = f32[] all-reduce-start(%bits), to_apply=%fused
   %ended = f32[] all-reduce-done(%both)
-  ROOT %sum = f32[] reduce(%ended, %zero), dimensions={0}, to_apply=%fused
+  %sums = f32[] reduce(%ended, %zero), to_apply=%fused, \
+metadata={op_name="f/#6"}
+  ROOT %new = f32[8]{0} dot(%bits, %bits)
 }
 """
 
@@ -259,21 +305,27 @@ custom_call_target="__cublas$lt$matmul$f8", metadata={op_name="f/#5"}
 def test_launches_are_counted_in_loops_and_branches():
   program = _compiled_program.parse(PROGRAM)
   # Two of the loop, one of its condition, one in each branch of two, and then
-  # an asynchronous copy, a call of a library, a collective, a sum, two casts.
-  assert _compiled_program.kernels(program) == 2 + 1 + 4 + 4 + 2
+  # a copy, two casts, a call of a library, a collective, a sum, a product.
+  assert _compiled_program.kernels(program) == 2 + 1 + 4 + 4 + 3
   assert _compiled_program.collectives(program) == {"all-reduce": 1}
   assert _compiled_program.conditionals(program) == 2
   asked = _compiled_program.parse(ASKED)
-  (product,) = _compiled_program.products(
+  products = _compiled_program.products(
     asked, program, is_tpu=False, rounding="TF32"
   )
-  assert product == (("float8_e4m3fn", "float8_e5m2"), "float32", *F8)
+  # The second is made of sums, and the third was not there before.
+  assert products == [
+    (("float8_e4m3fn", "float8_e5m2"), "float32", *F8),
+    (("bfloat16", "bfloat16"), "float32", "sums", "f", ""),
+    (("float32", "float32"), "float32", "a fusion in TF32", "", ""),
+  ]
 
 
 ASKED = """\
 ENTRY main.1 {
   x = bf16[8] parameter(0)
-  ROOT dot = f32[8] dot(x, x), metadata={op_name="#5"}
+  dot = f32[8] dot(x, x), metadata={op_name="#5"}
+  ROOT other = f32[8] dot(x, x), metadata={op_name="#6"}
 }
 """
 F8 = ("cuBLAS in float8", "f", "")
@@ -364,7 +416,7 @@ def test_whatever_wraps_a_jitted_step_its_donation_and_shardings_count(
   assert job["programs"]["step"]["axes"] == {"data": [2, "Explicit"]}
 
 
-def test_a_step_that_calls_python_is_an_error_of_its_own(compilers):
+def test_a_step_that_calls_python_is_an_error_of_its_own(compilers, tmp_path):
   def step(x):
     jax.debug.print("{}", x)
     return x
@@ -376,6 +428,8 @@ def test_a_step_that_calls_python_is_an_error_of_its_own(compilers):
     baseline=(jnp.sin, jnp.ones(2)),
     compilers=compilers(answering(baseline=compiled_step.load("h200"))),
   )
+  job = json.loads((tmp_path / "bin/job").read_text())
+  assert [*job["programs"]] == ["baseline"]
   for target in ("h200", "v5e"):
     assert "must not call Python, as jax.debug." in report.steps[target].error
     assert not report.baselines[target].error
@@ -454,6 +508,14 @@ def test_the_compilers_and_the_target_must_be_known(tmp_path, monkeypatch):
       compile_report(jnp.sin, 1.0, baseline=wrong)
   with pytest.raises(TypeError, match="`step` must be the train step itself"):
     compile_report(1.0, jnp.sin, targets="h200", compilers=sys.prefix)
+
+
+def test_memory_and_precision_are_what_jax_takes_by_default():
+  found = {x.name: x for x in compiling.read_targets("v100, a100,v5e:4x4")}
+  assert found["v100"].usable_memory == 0.75 * 16_935_682_048
+  assert found["v5e:4x4"].usable_memory == 15.75 * 2**30
+  precisions = [x.default_precision for x in found.values()]
+  assert precisions == ["", "TF32", "bfloat16"]
 
 
 def test_compilers_must_be_whole(compilers, monkeypatch):
