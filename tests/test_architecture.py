@@ -39,14 +39,14 @@ LINES = {
 }
 # Triples of a package, how many lines more it has, and what they are for.
 GROWN: list[tuple[str, int, str]] = [
-  ("instruments", 1297, "`compile_report`, and what reads compiled programs"),
-  ("cli", 70, "`doctor --on` and `doctor --make-compilers`"),
+  ("instruments", 1460, "`compile_report`, and what reads compiled programs"),
+  ("cli", 72, "`doctor --on` and `doctor --make-compilers`"),
 ]
 # How many lines a package may be below its number before the number is stale.
 SLACK = 10
 
 # The most lines and functions of all tests, and lines of a function.
-MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 30_640, 1_150, 60
+MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 30_890, 1_150, 60
 
 
 def layers():

@@ -26,6 +26,7 @@ _WAYS = """\
 Whether a cast of a float32 to the dtype and back is rounded. cast back: as it
 is. barrier: with lax.optimization_barrier between both casts. bits: with the
 bits read as integers in between, and back."""
+_FATES = {True: "kept", False: "dropped", None: "unknown"}
 _NARROW = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _SIZE = "XLA's compilers take about 1.1 GB. They are installed into"
 _ADVICE = {
@@ -63,8 +64,9 @@ def _run(parser: _parser.Parser, options: argparse.Namespace) -> int:
   """Does what is asked for, or else describes what is here."""
   try:
     if options.make_compilers is not None:
-      print(f"{_SIZE} {options.make_compilers}", flush=True)
-      made = compiling.make(options.make_compilers)
+      made = compiling.make(
+        options.make_compilers, lambda x: print(f"{_SIZE} {x}", flush=True)
+      )
       print(f"Now set {compiling.VARIABLE}={shlex.quote(made)}")
     if options.on is not None:
       _print_narrowings(options.on)
@@ -102,7 +104,7 @@ def _print_narrowings(targets: str) -> None:
       print(f"it does not compile: {step.error}")
     kept = {(x.narrow, x.scope): x.kept for x in step.narrowings}
     for dtype in _NARROW if kept else ():
-      found = ["kept" if kept[dtype, way] else "dropped" for way in ways]
+      found = [_FATES[kept[dtype, way]] for way in ways]
       print(f"{dtype:<15}{'  '.join(f'{x:<9}' for x in found)}".rstrip())
   print(f"\n{_WAYS}")
 

@@ -5,6 +5,7 @@ compilers. There only JAX is installed, so nothing of this library is imported.
 """
 
 import base64
+import collections
 import contextlib
 from importlib import metadata
 import itertools
@@ -104,21 +105,44 @@ def _compile(
 
 
 def _number(lowered: jax.stages.Lowered) -> None:
-  """Numbers the operations in their names, which XLA keeps for their parts."""
+  """Numbers the operations in their names, which XLA keeps for their parts.
+
+  Each call gets a copy of its function, as XLA gives it.
+  """
   module = lowered.compiler_ir()
   assert module is not None
+  functions = {
+    x.attributes["sym_name"].value: x
+    for x in module.body.operations
+    if x.operation.name == "func.func"
+  }
+  called = collections.Counter[str]()
   numbers = itertools.count()
-  parents = [module.operation]
+  parents = [functions["main"].operation]
   for parent in parents:
     blocks = [block for region in parent.regions for block in region.blocks]
     for operation in itertools.chain(*(block.operations for block in blocks)):
       x = operation.operation
       place = x.location
       name = getattr(place, "name_str", "")
+      if x.name == "func.call":
+        callee = x.attributes["callee"]
+        function = functions[callee.value]
+        called[callee.value] += 1
+        if called[callee.value] > 1:
+          function = function.operation.clone()
+          module.body.append(function)
+          symbol = function.attributes["sym_name"]
+          new = f"{callee.value} {called[callee.value]}"
+          with x.context:
+            function.attributes["sym_name"] = symbol.get(new)
+            x.attributes["callee"] = callee.get(new)
+        parents.append(function.operation)
       # The name of a call comes before those of what it calls.
-      if name and x.name != "func.call":
+      elif name:
         with x.context:
-          x.location = place.name(f"{name}#{next(numbers)}", place.child_loc)
+          name = f"{name.partition('#')[0]}#{next(numbers)}"
+          x.location = place.name(name, place.child_loc)
       parents.append(x)
 
 

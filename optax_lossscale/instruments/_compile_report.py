@@ -22,6 +22,7 @@ from optax_lossscale.instruments import _runs
 from optax_lossscale.instruments import compiling
 
 _MOST_ROWS = 12
+_FATES = True, False, None
 # Kernels are not tuned, since tuning would run them.
 _UNTUNED = {"cuda": {"xla_gpu_autotune_level": 0}}
 
@@ -276,9 +277,17 @@ def _on_arrays(step: object, args: Sequence[object], name: str) -> _Program:
 
   jitted = jax.jit(on_arrays)
   donated = []
-  jaxpr = jitted.trace(*shapes).jaxpr.jaxpr
+  try:
+    jaxpr = jitted.trace(*shapes).jaxpr.jaxpr
+  except ValueError as error:
+    if "compiler_options" not in f"{error}":
+      raise
+    raise ValueError(
+      f"`{name}` must not be jitted with compiler_options, since it becomes "
+      "part of another program; pass them to compile_report."
+    ) from error
   for call in jaxpr.eqns:
-    # Whatever wraps a jitted step, this is what it asked for.
+    # This is what the jitted step asked for, in whichever wrapper.
     if call.primitive is primitives.jit_p:
       for x, is_donated, sharding in zip(
         call.invars,
@@ -337,21 +346,23 @@ def _table(columns: Mapping[str, CompiledStep]) -> list[str]:
     "conditionals",
     *("products", "narrowings kept", "narrowings dropped"),
   ]
+  if any(y.kept is None for x in columns.values() for y in x.narrowings):
+    names.append("narrowings unknown")
 
   def cells(x: CompiledStep) -> list[str]:
     if x.error:
       is_known = "RESOURCE_EXHAUSTED" in x.error
       none = ["-"] * len(names)
       return [*none[:4], "no" if is_known else "-", *none[5:]]
-    kept = sum(y.kept for y in x.narrowings)
+    fates = [[y.kept for y in x.narrowings].count(z) for z in _FATES]
     sizes = x.arguments, x.outputs - x.reused, x.temporaries, x.total
     found = [x.collectives.get(kind, 0) for kind in kinds]
-    found = [x.kernels, *found, x.conditionals, len(x.products), kept]
+    found = [x.kernels, *found, x.conditionals, len(x.products), *fates]
     return [
       *(f"{y / 1e6:,.{1 if y < 1e9 else 0}f}" for y in sizes),
       "yes" if x.fits else "no",
-      *(f"{y:,}" for y in (*found, len(x.narrowings) - kept)),
-    ]
+      *(f"{y:,}" for y in found),
+    ][: len(names)]
 
   table = [
     ["", *names],
@@ -381,7 +392,9 @@ def _sections(
       f"{x.line}  {x.scope}" for x in step.products if "float32" in x.operands
     ],
     "narrowings dropped": [
-      f"{x.line}  {x.wide} -> {x.narrow}" for x in step.narrowings if not x.kept
+      f"{x.line}  {x.wide} -> {x.narrow}"
+      for x in step.narrowings
+      if x.kept is False
     ],
   }.items():
     counts = collections.Counter(rows)

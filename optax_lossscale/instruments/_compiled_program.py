@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import re
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
 from optax_lossscale._jaxpr import scopes
 from optax_lossscale._jaxpr import source_lines
 
@@ -59,7 +61,8 @@ class Instruction(NamedTuple):
   def op_name(self) -> str:
     """JAX's name of the operation, with the scopes and functions around it."""
     found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.rest)
-    return found[1].rpartition("call_exported/")[2] if found else ""
+    name = found[1] if found else ""
+    return f"{name}/".rpartition("call_exported/")[2].rstrip("/")
 
   @property
   def dtypes(self) -> list[str]:
@@ -117,6 +120,16 @@ class Program(NamedTuple):
     """Returns which element of a tuple an instruction takes, or -1."""
     found = re.search(r"\bindex=(\d+)", self.instructions[name].rest)
     return int(found[1]) if found else -1
+
+  def parameter(self, computation: str, number: int) -> str:
+    """Returns the name of a parameter of a computation."""
+    names = self.computations[computation]
+    x = self.instructions
+    return next(
+      y
+      for y in names
+      if x[y].opcode == "parameter" and x[y].operands[0] == str(number)
+    )
 
   def running(
     self, name: str = "", within: Instruction | None = None
@@ -250,9 +263,11 @@ def products(
     through, rank = _through(x, kernel, is_tpu)
     if through and (rank < 2 or x.mark in asked):
       taken = after.dtypes_of(x)[:2] if rank < 3 else asked[x.mark]
-      is_exact = re.search(r"operand_precision\W+high", x.rest, re.IGNORECASE)
-      if rounding and "f32" in taken and rank < 2 and not is_exact:
-        through = f"{through} in {rounding}"
+      # A product of float32 that XLA converts before is one of float32.
+      if rounding == dtype_name(taken[0]) and asked.get(x.mark) == ["f32"] * 2:
+        taken = asked[x.mark]
+      if "f32" in taken and rank < 2:
+        through += _rounds(x, through, rounding)
       product = Product(
         tuple(map(dtype_name, taken)),
         dtype_name(x.dtypes[0]),
@@ -262,6 +277,18 @@ def products(
       )
       parts[x.op_name or x.name].append((rank, product))
   return [min(x, key=lambda y: y[0])[1] for x in parts.values()]
+
+
+def _rounds(x: Instruction, through: str, rounding: str) -> str:
+  """Returns in which precision a product of float32 is computed."""
+  found = re.search(r"algorithm\"?[=:]\"?(?:ALG_)?(dot_\w+)", x.rest, re.I)
+  if found:
+    return f" by {found[1].lower()}"
+  asked = re.search(r"operand_precision\W+(\w+)", x.rest)
+  precision = asked[1].lower() if asked else "default"
+  # cuBLAS also takes TF32 for what JAX calls "high".
+  low = ("default", "high") if through == "cuBLAS" else ("default",)
+  return f" in {rounding}" if rounding and precision in low else ""
 
 
 def _through(
@@ -284,13 +311,15 @@ def _through(
 
 
 def is_narrower(program: Program, x: Instruction) -> bool:
-  """Returns whether a conversion is between floats, to one of fewer bits."""
-  wide, narrow = (
-    _DTYPE.fullmatch(y) for y in (*program.dtypes_of(x), *x.dtypes)
-  )
-  if not (wide and narrow and "f" in wide[1] and "f" in narrow[1]):
+  """Returns whether a conversion is to a float of less precision or range."""
+  names = *program.dtypes_of(x), *x.dtypes
+  if not all(map(re.compile(r"b?f\d").match, names)):
     return False
-  return int(narrow[2]) < int(wide[2])
+  wide, narrow = (jnp.finfo(dtype_name(y)) for y in names)
+  return bool(
+    narrow.nmant < wide.nmant
+    or float(narrow.smallest_subnormal) > float(wide.smallest_subnormal)
+  )
 
 
 def dtype_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What became of each narrowing of a program: XLA keeps it, or drops it.
+"""Finds which narrowings of a program XLA keeps, and which it drops.
 
 XLA removes a narrowing together with what widens its result again, for all that
 take it or only for some. So what counts is what each operation takes in the
@@ -7,20 +7,26 @@ compiled program: numbers that were rounded, or others.
 
 import collections
 from collections.abc import Iterator
+from collections.abc import Sequence
+import itertools
 import re
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
+from optax_lossscale._jaxpr import scopes
 from optax_lossscale.instruments import _compiled_program
 from optax_lossscale.instruments._compiled_program import Instruction
 from optax_lossscale.instruments._compiled_program import Program
 
 # They give numbers unchanged; XLA looks through these, too.
 _MOVES = re.compile(
-  r"all-gather|bitcast|broadcast|call|collective-permute|copy|copy-done|"
-  r"copy-start|dynamic-slice|gather|pad|parameter|reshape|reverse|slice|transpose"
+  r"all-gather|bitcast(-convert)?|broadcast|collective-permute|copy|copy-done|copy-start|"
+  r"dynamic-slice|gather|pad|reshape|reverse|slice|transpose"
 )
 
 _PRODUCTS = "dot", "convolution"
+_COMMUTATIVE = "add", "multiply", "maximum", "minimum"
 
 
 class Narrowing(NamedTuple):
@@ -29,14 +35,15 @@ class Narrowing(NamedTuple):
   Attributes:
     wide: the dtype before it.
     narrow: the dtype after it.
-    kept: whether all that use it get rounded numbers in the compiled program.
+    kept: whether all that use it get rounded numbers in the compiled program;
+      None if that is not to be seen there.
     scope: the scope of the model, or an empty string.
     line: the user's line of code, or an empty string.
   """
 
   wide: str
   narrow: str
-  kept: bool
+  kept: bool | None
   scope: str
   line: str
 
@@ -54,7 +61,7 @@ def find(before: Program, after: Program) -> list[Narrowing]:
       _compiled_program.dtype_name(before.dtypes_of(x)[0]),
       _compiled_program.dtype_name(x.dtypes[0]),
       _is_kept(asked, compiled, x),
-      x.scope,
+      asked.scope(x),
       before.line_of(x),
     )
     for x in before.instructions.values()
@@ -62,11 +69,15 @@ def find(before: Program, after: Program) -> list[Narrowing]:
   ]
 
 
-def _is_kept(asked: "_Asked", compiled: "_Compiled", x: Instruction) -> bool:
+def _is_kept(
+  asked: "_Asked", compiled: "_Compiled", x: Instruction
+) -> bool | None:
   """Returns whether all that use a narrowing get rounded numbers."""
   found = [*_rounded(asked, compiled, x, x.dtypes[0])]
-  # What XLA has renamed says nothing, and then the narrowing itself does.
-  return all(found) if found else any(map(compiled.parts.get, asked.marks(x)))
+  if found:
+    return all(found)
+  # All that use it have gone, or have other names.
+  return any(map(compiled.parts.get, asked.marks(x))) or None
 
 
 def _rounded(
@@ -75,23 +86,47 @@ def _rounded(
   """Yields whether it gets rounded numbers, for each use that is found."""
   for user, i in asked.uses(x.name):
     if user is None:
-      found = compiled.result(i, narrow)
-    elif user.opcode in ("tuple", "while", "conditional"):
-      # A loop carries arrays of the dtypes that it is given.
-      found = [True] * (x.dtypes == [narrow])
+      found = [compiled.is_rounded(compiled.result(i), narrow)]
     else:
-      marks = asked.marks(user)
+      parts = (compiled.parts[mark] for mark in asked.marks(user))
+      is_twice = asked.is_also(user, 1 - i, narrow)
       found = [
-        y
-        for mark in marks
-        for part in compiled.parts[mark]
-        for y in compiled.takes(part, user, i, narrow)
+        compiled.takes(part, user, i, narrow, is_twice=is_twice)
+        for part in itertools.chain(*parts)
       ]
-    if found:
-      yield all(found)
+    known = [y for y in found if y is not None]
+    if known:
+      yield all(known)
     elif user and user.opcode == "convert":
       # It has gone; what takes its result tells whether that lost a rounding.
       yield from _rounded(asked, compiled, user, narrow)
+
+
+class _Flow(NamedTuple):
+  """How arrays go into what an instruction calls, and out of it.
+
+  Attributes:
+    into: a computation, and which operand its parameters are; None if each
+      parameter is the operand of its own number.
+    out: the computations whose result is the instruction's.
+    again: the computations whose result goes into `into` the next time.
+  """
+
+  into: Sequence[tuple[str, int | None]]
+  out: Sequence[str]
+  again: Sequence[str] = ()
+
+
+def _flow(x: Instruction) -> _Flow:
+  called = x.called
+  if x.opcode in ("call", "fusion"):
+    return _Flow([(called[0], None)], called[:1])
+  if x.opcode == "while":
+    body = re.findall(r"\bbody=%?([\w.-]+)", x.rest)
+    return _Flow([(y, 0) for y in called], body, body)
+  if x.opcode == "conditional":
+    return _Flow([(y, i) for i, y in enumerate(called, 1)], called)
+  return _Flow([], [])
 
 
 class _Asked:
@@ -100,19 +135,14 @@ class _Asked:
   def __init__(self, program: Program):
     self.program = program
     self.users = collections.defaultdict[str, list[tuple[str, int]]](list)
+    self.owners = collections.defaultdict[str, list[Instruction]](list)
     self.equal = dict[str, list[str]]()
     classes = collections.defaultdict[tuple[object, ...], list[str]](list)
     for x in program.instructions.values():
-      inner = program.computations[x.called[0]] if x.opcode == "call" else ()
-      numbered = {
-        program.instructions[y].operands[0]: y
-        for y in inner
-        if program.instructions[y].opcode == "parameter"
-      }
       for i, operand in enumerate(x.operands):
-        self.users[operand].append((numbered.get(str(i), x.name), i))
-      for result in inner[-1:]:
-        self.users[result].append((x.name, 0))
+        self.users[operand].append((x.name, i))
+      for name in dict.fromkeys(_flow(x).out):
+        self.owners[name].append(x)
       # XLA merges operations that are the same.
       operands = (self.equal.get(y, [y])[0] for y in x.operands)
       about = re.sub(r"metadata=\{.*?\}", "", x.rest)
@@ -125,31 +155,59 @@ class _Asked:
 
     None stands for the result of the program.
     """
-    names, seen = list(self.equal[name]), set[str]()
-    root = self.program.computations[self.program.entry][-1]
-    while names:
-      at = names.pop()
-      if at == root:
-        yield None, 0
-      if at in seen:
-        continue
-      seen.add(at)
+    program = self.program
+    # Values and, of a tuple, which element.
+    values: list[tuple[str, int]] = [(name, -1)]
+    for at, element in values:
+      following = list[tuple[str, int]]()
+      x = program.instructions[at]
+      if at == program.computations[x.computation][-1]:
+        if x.computation == program.entry:
+          yield None, max(element, 0)
+        for owner in self.owners[x.computation]:
+          following.append((owner.name, element))
+          for into, _ in _flow(owner).into if _flow(owner).again else ():
+            following.append((program.parameter(into, 0), element))
       for user, i in self.users[at]:
-        x = self.program.instructions[user]
-        if _MOVES.fullmatch(x.opcode):
-          names.append(user)
-        elif user == root and x.opcode == "tuple":
-          yield None, i
-        elif calls := self._calls(x):
-          taken = [y for call in calls for y, _ in self.users[call]]
-          names += [y for y in taken if self.program.element(y) == i]
+        y = program.instructions[user]
+        flow = _flow(y)
+        if _MOVES.fullmatch(y.opcode):
+          following.append((user, element))
+        elif y.opcode == "tuple":
+          following.append((user, i))
+        elif y.opcode == "get-tuple-element":
+          following += [(user, -1)] * (program.element(user) == element)
+        elif flow.into:
+          following += [
+            (program.parameter(into, i if of is None else 0), element)
+            for into, of in flow.into
+            if of in (None, i)
+          ]
         else:
-          yield x, i
+          yield y, i
+      values += [y for y in following if y not in values]
 
-  def _calls(self, x: Instruction) -> list[str]:
-    """Returns the calls of a function that has these several results."""
-    takers = [y for y, _ in self.users[x.name] if x.opcode == "tuple"]
-    return [y for y in takers if self.program.instructions[y].opcode == "call"]
+  def scope(self, x: Instruction) -> str:
+    """Returns the scope of an instruction, with those of the calls around."""
+    scope = x.scope
+    while owners := self.owners[x.computation]:
+      x = owners[0]
+      if x.opcode == "call":
+        scope = scopes.join(scopes.join("", x.op_name), scope)
+    return scope
+
+  def is_also(self, x: Instruction, i: int, narrow: str) -> bool:
+    """Returns whether another operand of an instruction is rounded, too."""
+    names = [*x.operands[i : i + 1]] if i >= 0 else []
+    while names:
+      found = self.program.instructions.get(names.pop())
+      if found and narrow in found.dtypes:
+        return True
+      if found and (
+        found.opcode == "convert" or _MOVES.fullmatch(found.opcode)
+      ):
+        names += found.operands[:1]
+    return False
 
   def marks(self, x: Instruction) -> set[str]:
     """Returns the marks of an instruction and its equals."""
@@ -163,16 +221,24 @@ class _Compiled:
   def __init__(self, program: Program):
     self.program = program
     self.parts = collections.defaultdict[str, list[Instruction]](list)
-    self.callers = dict[str, Instruction]()
+    self.callers = collections.defaultdict[
+      str, list[tuple[Instruction, int | None]]
+    ](list)
     for x, _ in program.running():
-      if x.opcode == "fusion":
-        self.callers[x.called[0]] = x
-      elif "tuple" not in x.opcode:
+      for name, operand in _flow(x).into:
+        self.callers[name].append((x, operand))
+      if not (_flow(x).into or "tuple" in x.opcode):
         self.parts[x.mark].append(x)
 
   def takes(
-    self, part: Instruction, x: Instruction, i: int, narrow: str
-  ) -> list[bool]:
+    self,
+    part: Instruction,
+    x: Instruction,
+    i: int,
+    narrow: str,
+    *,
+    is_twice: bool,
+  ) -> bool | None:
     """Returns whether a part of an operation takes rounded numbers.
 
     Args:
@@ -180,49 +246,64 @@ class _Compiled:
       x: the operation itself.
       i: which operand of it.
       narrow: the dtype.
+      is_twice: whether the other operand is rounded, too.
     """
+    found = [self.is_rounded(y, narrow) for y in part.operands]
     is_whole = part.opcode == x.opcode
     if x.opcode in _PRODUCTS:
       is_whole = part.opcode in (*_PRODUCTS, "custom-call", "multiply")
-    if is_whole and i < len(part.operands):
-      return self._is_rounded(part.operands[i], narrow)
-    # One of several parts, which may take what another has computed.
-    found = (self._is_rounded(x, narrow) for x in part.operands)
-    return [True for x in found if True in x]
+    if not is_whole or i >= len(found):
+      # One of several parts, which may take what another has computed.
+      return True if True in found else None
+    may_swap = x.opcode in (*_PRODUCTS, *_COMMUTATIVE) and True in found[:2]
+    if may_swap and not found[i]:
+      return None if is_twice else True
+    return found[i]
 
-  def result(self, i: int, narrow: str) -> list[bool]:
-    """Returns whether a result of the program is rounded."""
+  def result(self, i: int) -> str:
+    """Returns the name of a result of the program."""
     root = self.program.computations[self.program.entry][-1]
     x = self.program.instructions[root]
-    operands = x.operands if x.opcode == "tuple" else [root] * (i + 1)
-    return self._is_rounded(operands[i], narrow)
+    return x.operands[i] if x.opcode == "tuple" else root
 
-  def _is_rounded(self, name: str, narrow: str) -> list[bool]:
-    """Returns whether a value was rounded, or nothing if that is unknown."""
-    source = self._source(name)
-    # What a loop or a branch is given may have been rounded before.
-    is_inner = source and source.computation != self.program.entry
-    if not source or (is_inner and source.opcode == "parameter"):
-      return []
-    is_cast = source.opcode == "convert"
-    dtypes = [*source.dtypes, *(self.program.dtypes_of(source) * is_cast)]
-    return [narrow in dtypes or source.opcode == "reduce-precision"]
+  def is_rounded(self, name: str, narrow: str) -> bool | None:
+    """Returns whether a value was rounded; None if that is unknown."""
+    finfo = jnp.finfo(_compiled_program.dtype_name(narrow))
+    as_narrow = f"exponent_bits={finfo.nexp}, mantissa_bits={finfo.nmant}"
+    found = False
+    values: list[tuple[str, int]] = [(name, -1)]
+    for at, element in values:
+      x = self.program.instructions.get(at)
+      operand = x and self.program.instructions.get("".join(x.operands[:1]))
+      if x is None or "constant" in (x.opcode, operand and operand.opcode):
+        continue  # XLA writes one in whichever dtype.
+      dtypes = x.dtypes if element < 0 else []
+      if x.opcode == "convert":
+        dtypes = [*dtypes, *self.program.dtypes_of(x)]
+      if dtypes.count(narrow) or as_narrow in x.rest:
+        return True
+      before = self._before(x, element)
+      found |= not before
+      values += [y for y in before if y not in values]
+    return False if found else None
 
-  def _source(self, name: str) -> Instruction | None:
-    """Returns what computed an operand, in whichever kernel."""
-    index = list[int]()
-    while x := self.program.instructions.get(name):
-      if x.opcode == "parameter" and x.computation in self.callers:
-        name = self.callers[x.computation].operands[int(x.operands[0])]
-      elif x.opcode == "fusion":
-        name = self.program.computations[x.called[0]][-1]
-      elif x.opcode == "get-tuple-element":
-        index.append(self.program.element(name))
-        name = x.operands[0]
-      elif x.opcode == "tuple" and index:
-        name = x.operands[index.pop()]
-      elif _MOVES.fullmatch(x.opcode) and x.opcode != "parameter":
-        name = x.operands[0]
-      else:
-        return x
-    return None
+  def _before(self, x: Instruction, element: int) -> list[tuple[str, int]]:
+    """Returns the values that an instruction only passes on."""
+    program = self.program
+    if x.opcode == "parameter":
+      found = list[tuple[str, int]]()
+      for caller, i in self.callers[x.computation]:
+        number = int(x.operands[0]) if i is None else i
+        found.append((caller.operands[number], element))
+        again = _flow(caller).again
+        found += [(program.computations[y][-1], element) for y in again]
+      return found
+    if x.opcode == "get-tuple-element":
+      return [(x.operands[0], program.element(x.name))]
+    if x.opcode == "tuple" and element >= 0:
+      return [(x.operands[element], -1)]
+    if out := _flow(x).out:
+      return [(program.computations[y][-1], element) for y in out]
+    if _MOVES.fullmatch(x.opcode):
+      return [(x.operands[0], element)]
+    return []

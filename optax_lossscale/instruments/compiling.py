@@ -5,6 +5,7 @@ compilation runs in another process, and only this module starts any.
 """
 
 import base64
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from collections.abc import Set
@@ -25,6 +26,8 @@ import time
 import tomllib
 from typing import Any
 from typing import NamedTuple
+
+import jax
 
 from optax_lossscale._base import arguments
 
@@ -146,8 +149,12 @@ def find_python(folder: str | os.PathLike[str] | None) -> pathlib.Path:
   return python
 
 
-def make(folder: str) -> str:
+def make(folder: str, announce: Callable[[str], None]) -> str:
   """Makes an environment of the compilers for the JAX that is here.
+
+  Args:
+    folder: a new one.
+    announce: is called with it before anything is installed.
 
   Returns:
     The folder as an absolute path.
@@ -164,6 +171,7 @@ def make(folder: str) -> str:
       f"The folder of the compilers must be new, got {folder}: with them, a "
       "JAX in it would believe that there is a GPU."
     )
+  announce(folder)
   extra = [x.split(";") for x in metadata.requires("optax-lossscale") or ()]
   needed = [x for x, *marker in extra if "compile" in str(marker)]
   pip = [os.path.join(folder, "bin", "pip"), "install", "--quiet"]
@@ -217,7 +225,9 @@ def compile_for(
     # It ends the other process, too, if this one is interrupted.
     done = subprocess.run(
       [python, "-I", _HERE / "_compile_child.py", path],
-      env=kept | _OWN_SETTINGS,
+      env=kept
+      | _OWN_SETTINGS
+      | {"JAX_ENABLE_X64": str(jax.config.jax_enable_x64)},
       capture_output=True,
       text=True,
       errors="replace",
@@ -227,7 +237,8 @@ def compile_for(
   said = [x for x in done.stderr.splitlines() if x.strip()] or ["no message"]
   if "versions" not in result:
     raise RuntimeError(
-      f"The compilers of {python.parents[1]} must start, got: {said[-1]}"
+      f"The compilers of {python.parents[1]} must start, got: {said[-1]} "
+      "`optax-lossscale doctor --make-compilers FOLDER` makes some."
     )
   ended = f"the compiler ended with status {done.returncode}: {said[-1]}"
   found = result["found"]

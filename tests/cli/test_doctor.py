@@ -101,7 +101,8 @@ def test_the_page_shows_the_table_with_its_columns_and_rows(seen):
 def test_compilers_are_made_once_their_size_is_said(monkeypatch, capsys):
   made = []
 
-  def make(folder):
+  def make(folder, announce):
+    announce(folder)
     made.append(capsys.readouterr().out)
     return "/not " + folder
 

@@ -117,15 +117,30 @@ StackFrames
   + """
 inner.1 {
   a = f32[8] parameter(0)
-  in.1 = f16[8] convert(a), metadata={op_name="called#1" stack_frame_id=2}
+  in.1 = f16[8] convert(a), metadata={op_name="inner/#1" stack_frame_id=2}
   moved = f16[8] reshape(in.1)
   ROOT results = (f16[8], f16[8]) tuple(moved, moved)
+}
+
+body.1 {
+  state = (s32[], f16[8]) parameter(0)
+  seen = f16[8] get-tuple-element(state), index=1
+  wide = f32[8] convert(seen), metadata={op_name="#40"}
+  tangent = f32[8] tan(wide), metadata={op_name="#41"}
+  next = f16[8] convert(tangent), metadata={op_name="in a loop/#42"}
+  ROOT out = (s32[], f16[8]) tuple(seen, next)
+}
+
+branch.1 {
+  given = f32[8] parameter(0)
+  ROOT arc = f32[8] atan(given), metadata={op_name="#43"}
 }
 
 ENTRY main.1 {
   x = f32[8] parameter(0)
   y = f32[8] parameter(1)
-  results = (f16[8], f16[8]) call(x), to_apply=inner.1
+  results = (f16[8], f16[8]) call(x), to_apply=inner.1, \
+metadata={op_name="outer/jit(f)"}
   of_call = f16[8] get-tuple-element(results), index=1
   back = f32[8] convert(of_call), metadata={op_name="back#2"}
   first = f16[8] convert(y), metadata={op_name="merged/#3"}
@@ -148,9 +163,12 @@ ENTRY main.1 {
   sixth_wide = f32[8] convert(sixth), metadata={op_name="#20"}
   cosine = f32[8] cosine(sixth_wide), metadata={op_name="#21"}
   seventh = f16[8] convert(cosine), metadata={op_name="carried/#22"}
-  carry = (f16[8]) tuple(seventh)
-  loop = (f16[8]) while(carry), metadata={op_name="#23"}
-  last = f16[8] get-tuple-element(loop), index=0
+  carry = (s32[], f16[8]) tuple(x, seventh)
+  loop = (s32[], f16[8]) while(carry), condition=body.1, body=body.1
+  last = f16[8] get-tuple-element(loop), index=1
+  given = f16[8] convert(negated), metadata={op_name="in a branch/#44"}
+  given_wide = f32[8] convert(given), metadata={op_name="#45"}
+  arc = f32[8] conditional(x, given_wide), branch_computations={branch.1}
   eighth = f16[8] convert(sine), metadata={op_name="not narrower"}
   ninth = bf16[8] convert(dot), metadata={op_name="other kernel/#24"}
   ninth_wide = f32[8] convert(ninth), metadata={op_name="#25"}
@@ -178,6 +196,18 @@ AFTER = """\
   ROOT %t = (f16[8], f32[8]) tuple(%m, %w)
 }
 
+%body (state: (f32[8])) -> (f32[8]) {
+  %state = (f32[8]) parameter(0)
+  %seen = f32[8] get-tuple-element(%state), index=0
+  %tan = f32[8] tan(%seen), metadata={op_name="f/#41"}
+  ROOT %t = (f32[8]) tuple(%tan)
+}
+
+%branch (given: f32[8]) -> f32[8] {
+  %given = f32[8] parameter(0)
+  ROOT %arc = f32[8] atan(%given), metadata={op_name="f/#43"}
+}
+
 %next (q: f32[8]) -> f32[8] {
   %q = f32[8] parameter(0)
   ROOT %r = f32[8] sqrt(%q), metadata={op_name="f/#26"}
@@ -202,8 +232,13 @@ ENTRY %main (x: f32[8], y: f32[8]) -> (f32[8], f16[8], f16[8], f32[8]) {
   %sixth = f16[8] convert(%doubled), metadata={op_name="f/renamed/#19"}
   %other = f32[8] convert(%sixth)
   %cosine = f32[8] tangent(%other)
-  %loop = (f16[8]) while(%cosine), metadata={op_name="f/#23"}
-  %last = f16[8] get-tuple-element(%loop), index=0
+  %seventh = f16[8] convert(%cosine)
+  %carried = f32[8] convert(%seventh)
+  %carry = (f32[8]) tuple(%carried)
+  %loop = (f32[8]) while(%carry), condition=%body, body=%body
+  %wide = f32[8] get-tuple-element(%loop), index=0
+  %last = f16[8] convert(%wide)
+  %arc = f32[8] conditional(%y, %negated), branch_computations={%branch}
   %ninth = f32[8] get-tuple-element(%kernels), index=1
   %root = f32[8] fusion(%ninth), calls=%next
   %tenth = f16[8] convert(%both), metadata={op_name="f/summed/#27"}
@@ -224,7 +259,8 @@ def test_a_narrowing_is_kept_if_all_that_use_it_get_rounded_numbers():
     _compiled_program.parse(BEFORE), _compiled_program.parse(AFTER)
   )
   assert [(x.scope, x.narrow, x.kept, x.line) for x in found] == [
-    ("", "float16", True, "step.py:7"),  # The line is the user's.
+    ("outer/inner", "float16", True, "step.py:7"),  # The line is the user's.
+    ("in a loop", "float16", True, ""),
     ("merged", "float16", True, ""),
     ("merged", "float16", True, ""),
     ("one use of two", "bfloat16", False, ""),
@@ -233,26 +269,71 @@ def test_a_narrowing_is_kept_if_all_that_use_it_get_rounded_numbers():
     ("again", "float16", True, ""),
     ("renamed", "float16", True, ""),
     ("carried", "float16", True, ""),
+    ("in a branch", "float16", False, ""),
     ("other kernel", "bfloat16", True, ""),
     ("summed", "float16", True, ""),
-    ("one operand", "float16", False, ""),
+    # Either its operands are exchanged, or one is not rounded.
+    ("one operand", "float16", None, ""),
     ("in a clone", "float16", False, ""),
     ("a result", "float16", False, ""),  # The result is x.
   ]
 
 
-def test_the_only_result_of_a_program_is_not_rounded():
+CAST = 'n = f16[8] convert(x), metadata={op_name="#1"}'
+ROOT = 'ROOT r = f32[8] sqrt({}), metadata={{op_name="#3"}}'
+WIDE = "w = f32[8] convert(n)"
+DOT = 'ROOT d = f32[8] dot({}, {}), metadata={{op_name="#3"}}'
+PAIRS = {
+  "the only result": (
+    [CAST, f"ROOT {WIDE}"],
+    ["ROOT s = f32[8] copy(x)"],
+    False,
+  ),
+  "a constant": (
+    [CAST, "k = f16[8] constant(3)", DOT.format("n", "k")],
+    ["k = f16[8] constant(3)", "w = f32[8] convert(k)", DOT.format("x", "w")],
+    False,
+  ),
+  "another rounding": (
+    [CAST, WIDE, ROOT.format("w")],
+    [
+      "p = f32[8] reduce-precision(x), exponent_bits=8, mantissa_bits=7",
+      ROOT.format("p"),
+    ],
+    False,
+  ),
+  "the same rounding": (
+    [CAST, WIDE, ROOT.format("w")],
+    [
+      "p = f32[8] reduce-precision(x), exponent_bits=5, mantissa_bits=10",
+      ROOT.format("p"),
+    ],
+    True,
+  ),
+  "exchanged operands": (
+    [CAST, WIDE, DOT.format("w", "x")],
+    [CAST, DOT.format("x", "n")],
+    True,
+  ),
+  "less range": (
+    ["b = bf16[8] parameter(1)", CAST.replace("x", "b"), ROOT.format("n")],
+    ["b = bf16[8] parameter(1)", ROOT.format("b")],
+    False,
+  ),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_what_a_use_takes_decides(pair):
+  *programs, kept = PAIRS[pair]
   before, after = (
-    _compiled_program.parse(f"ENTRY main {{\n  x = f32[8] parameter(0)\n{y}}}")
-    for y in (
-      '  n = f16[8] convert(x), metadata={op_name="#1"}\n'
-      "  ROOT wide = f32[8] convert(n)\n",
-      '  n = f16[8] convert(x), metadata={op_name="#1"}\n'
-      "  ROOT same = f32[8] copy(x)\n",
+    _compiled_program.parse(
+      "\n  ".join(["ENTRY main {", "x = f32[8] parameter(0)", *lines])
     )
+    for lines in programs
   )
   (found,) = _narrowings.find(before, after)
-  assert not found.kept
+  assert found.kept is kept
 
 
 # Shortened from programs for a GPU and a TPU.
@@ -297,7 +378,13 @@ custom_call_target="__cublas$lt$matmul$f8", metadata={op_name="f/#5"}
   %ended = f32[] all-reduce-done(%both)
   %sums = f32[] reduce(%ended, %zero), to_apply=%fused, \
 metadata={op_name="f/#6"}
-  ROOT %new = f32[8]{0} dot(%bits, %bits)
+  %new = f32[8]{0} dot(%bits, %bits)
+  %low = f32[8]{0} dot(%bits, %bits), algorithm=dot_bf16_bf16_f32
+  %high = f32[8]{0} custom-call(%bits, %bits), \
+custom_call_target="__cublas$gemm", backend_config={operand_precision:["HIGH"]}
+  %other = f32[8]{0} dot(%bits, %bits), operand_precision={high,high}
+  %narrow = bf16[8]{0} convert(%bits)
+  ROOT %own = f32[8]{0} dot(%narrow, %narrow), metadata={op_name="f/#7"}
 }
 """
 
@@ -305,8 +392,8 @@ metadata={op_name="f/#6"}
 def test_launches_are_counted_in_loops_and_branches():
   program = _compiled_program.parse(PROGRAM)
   # Two of the loop, one of its condition, one in each branch of two, and then
-  # a copy, two casts, a call of a library, a collective, a sum, a product.
-  assert _compiled_program.kernels(program) == 2 + 1 + 4 + 4 + 3
+  # a copy, three casts, two library calls, a collective, a sum, four products.
+  assert _compiled_program.kernels(program) == 2 + 1 + 4 + 3 + 3 + 6
   assert _compiled_program.collectives(program) == {"all-reduce": 1}
   assert _compiled_program.conditionals(program) == 2
   asked = _compiled_program.parse(ASKED)
@@ -314,18 +401,30 @@ def test_launches_are_counted_in_loops_and_branches():
     asked, program, is_tpu=False, rounding="TF32"
   )
   # The second is made of sums, and the third was not there before.
-  assert products == [
+  assert products[:3] == [
     (("float8_e4m3fn", "float8_e5m2"), "float32", *F8),
     (("bfloat16", "bfloat16"), "float32", "sums", "f", ""),
     (("float32", "float32"), "float32", "a fusion in TF32", "", ""),
   ]
+  assert [x.through for x in products[3:6]] == [
+    *("a fusion by dot_bf16_bf16_f32", "cuBLAS in TF32", "a fusion"),
+  ]
+  # A TPU converts what is to be multiplied in bfloat16.
+  *_, last = _compiled_program.products(
+    asked, program, is_tpu=True, rounding="bfloat16"
+  )
+  assert last == (
+    *(("float32",) * 2, "float32", "the matrix unit in bfloat16", "f", ""),
+  )
 
 
 ASKED = """\
 ENTRY main.1 {
   x = bf16[8] parameter(0)
   dot = f32[8] dot(x, x), metadata={op_name="#5"}
-  ROOT other = f32[8] dot(x, x), metadata={op_name="#6"}
+  other = f32[8] dot(x, x), metadata={op_name="#6"}
+  y = f32[8] parameter(1)
+  ROOT own = f32[8] dot(y, y), metadata={op_name="#7"}
 }
 """
 F8 = ("cuBLAS in float8", "f", "")
@@ -452,9 +551,14 @@ def test_settings_of_the_user_do_not_reach_the_compilers(
   monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=4")
   monkeypatch.setenv("JAX_PLATFORMS", "cuda")
   code = "import os\nsys.exit(str({k: os.environ.get(k) for k in NAMES}))"
-  names = "NAMES = 'XLA_FLAGS', 'JAX_PLATFORMS', 'TPU_SKIP_MDS_QUERY'\n"
+  names = (
+    "NAMES = 'XLA_FLAGS', 'JAX_PLATFORMS', 'JAX_ENABLE_X64', "
+    "'TPU_SKIP_MDS_QUERY'\n"
+  )
   expected = str(dict.fromkeys(("XLA_FLAGS",)) | {"JAX_PLATFORMS": "cpu"})[:-1]
   with pytest.raises(RuntimeError, match=re.escape(expected) + ", .*: '1'}"):
+    compile_report(jnp.sin, 1.0, compilers=compilers(names + code))
+  with jax.enable_x64(True), pytest.raises(RuntimeError, match="X64': 'True'"):
     compile_report(jnp.sin, 1.0, compilers=compilers(names + code))
 
 
@@ -503,6 +607,11 @@ def test_the_compilers_and_the_target_must_be_known(tmp_path, monkeypatch):
       compile_report(jnp.sin, 1.0, targets=wrong)
   with pytest.raises(TypeError, match=r"`compiler_options` .* got 'xla_flag'"):
     compile_report(jnp.sin, 1.0, compiler_options="xla_flag")
+  own = jax.jit(jnp.sin, compiler_options={"xla_cpu_enable_fast_math": False})
+  with pytest.raises(
+    ValueError, match="`step` must not .* pass them to compile"
+  ):
+    compile_report(own, 1.0)
   for wrong in (3, ()):
     with pytest.raises(TypeError, match="`baseline` must be the train step"):
       compile_report(jnp.sin, 1.0, baseline=wrong)
