@@ -1,5 +1,6 @@
 """`compile_report` on stored programs, and on compilers that fail."""
 
+import contextlib
 import functools
 import json
 import os
@@ -581,13 +582,18 @@ def test_an_interrupt_ends_the_compiler(compilers, tmp_path):
   )
   parent = subprocess.Popen([sys.executable, "-c", code])
   pid = folder / "bin/pid"
-  until = time.monotonic() + 60
+  until = time.monotonic() + 120
   while not (pid.exists() and pid.read_text()):
     assert time.monotonic() < until
     time.sleep(0.05)
-  # A notebook's interrupt reaches only the parent, its kernel.
-  parent.send_signal(signal.SIGINT)
-  assert parent.wait(60) != 0
+  # A notebook's interrupt reaches only the parent, its kernel. Python may lose
+  # one, which comes while it runs a finalizer.
+  while parent.poll() is None:
+    assert time.monotonic() < until
+    parent.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+      parent.wait(10)
+  assert parent.returncode != 0
   with pytest.raises(ProcessLookupError):
     os.kill(int(pid.read_text()), 0)
 
