@@ -498,7 +498,8 @@ def test_what_compilers_say_is_in_the_report(compilers, capfd):
 def test_whatever_wraps_a_jitted_step_its_donation_and_shardings_count(
   compilers,
 ):
-  mesh = jax.sharding.AbstractMesh((2,), ("data",))
+  explicit = (jax.sharding.AxisType.Explicit,)
+  mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=explicit)
   shared = jax.NamedSharding(mesh, jax.P("data"))
   jitted = jax.jit(
     lambda scale, x, y: (x * scale + y, y),
