@@ -27,6 +27,8 @@ from optax_lossscale._precision.policy import get_policy
 from optax_lossscale._precision.policy import Policy
 from optax_lossscale._precision.precision_schedule import PrecisionSchedule
 from optax_lossscale._precision.precision_schedule import PrecisionScheduleState
+from optax_lossscale._precision.stochastic_rounding import low_precision_state
+from optax_lossscale._precision.stochastic_rounding import stochastic_rounding
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.engine import DynamicLossScaleState
 from optax_lossscale._rules.loss_scales import DynamicLossScale
@@ -77,6 +79,7 @@ __all__ = [
   "get_policy",
   "loss_scale_metrics",
   "loss_scaling",
+  "low_precision_state",
   "make_varying",
   "master_weights",
   "nonfinite",
@@ -87,6 +90,7 @@ __all__ = [
   "scale_loss",
   "scaled_value_and_grad",
   "select_on_skip",
+  "stochastic_rounding",
   "unscale",
 ]
 

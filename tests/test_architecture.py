@@ -40,13 +40,16 @@ LINES = {
 # Triples of a package, how many lines more it has, and what they are for.
 GROWN: list[tuple[str, int, str]] = [
   ("instruments", 1460, "`compile_report`, and what reads compiled programs"),
+  ("_precision", 675, "remainders, stochastic rounding, bfloat16 moments"),
+  ("_step", 16, "`loss_scaling` around them sees the parameters' own dtypes"),
+  ("__init__", 4, "their two names"),
   ("cli", 72, "`doctor --on` and `doctor --make-compilers`"),
 ]
 # How many lines a package may be below its number before the number is stale.
 SLACK = 10
 
 # The most lines and functions of all tests, and lines of a function.
-MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 30_896, 1_150, 60
+MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 31_685, 1_170, 60
 
 
 def layers():

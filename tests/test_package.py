@@ -27,7 +27,7 @@ def test_the_public_names_are_few_and_documented():
   types = {x for x in ols.__all__ if x.endswith("State")}
   types |= {"Check", "LossScale", "ScaledValueAndGrad", "WindowOverflow"}
   types |= {"WiringWarning", "LastStep", "StepCounts"}
-  assert len(ols.__all__) - len(types) == 21
+  assert len(ols.__all__) - len(types) == 23
   assert len(types) == 12
   assert ols.__all__ == sorted(ols.__all__)
   for name in ols.__all__:

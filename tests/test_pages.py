@@ -34,8 +34,12 @@ def test_gradient_error_is_measured_as_the_page_shows():
 
 
 @pytest.mark.slow
-def test_master_weights_prints_what_the_page_shows():
-  with documents.reading("docs/guides/master_weights.md") as page:
+@pytest.mark.parametrize(
+  "path",
+  ["docs/guides/master_weights.md", "docs/guides/sixteen_bit_parameters.md"],
+)
+def test_narrow_parameters_learn_what_the_page_shows(path):
+  with documents.reading(path) as page:
     page.run()
 
 

@@ -1,7 +1,6 @@
 """Master weights: narrow parameters that follow a wider copy of themselves."""
 
-from collections.abc import Callable
-import functools
+from typing import Literal
 from typing import NamedTuple
 
 from chex import ArrayTree
@@ -13,17 +12,20 @@ import optax
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
-from optax_lossscale._base.leaves import Tree
+from optax_lossscale._precision import narrow_parameters
+from optax_lossscale._precision import rounding
 from optax_lossscale._step import requirements
 from optax_lossscale._step import states as _states
 
+_NAME = 'master_weights(..., store="remainder")'
+
 
 class MasterWeightsState(NamedTuple):
-  """State of `master_weights`: the master and the inner optimizer's state.
+  """State of `master_weights`: the masters and the inner optimizer's state.
 
   Attributes:
-    master: the parameters in the wider dtype; a masked node for each leaf that
-      has no master.
+    master: the parameters in the wider dtype, or int16, what these have beyond
+      the parameters; a masked node for each leaf that has no master.
     inner_state: the wrapped optimizer's state.
 
   Examples:
@@ -39,10 +41,40 @@ class MasterWeightsState(NamedTuple):
   master: optax.Params
   inner_state: optax.OptState
 
+  def wide(self, params: optax.Params) -> optax.Params:
+    """Returns the masters, as for a checkpoint in float32.
+
+    Args:
+      params: the parameters that belong to this state.
+
+    Returns:
+      A tree like `params`, with the parameter itself where it has no master.
+    """
+
+    def master_of(kept: jax.Array, param: jax.Array) -> jax.Array:
+      if narrow_parameters.is_absent(kept):
+        return param
+      is_copy = jnp.issubdtype(kept.dtype, jnp.floating)
+      return (_COPY if is_copy else _REMAINDER).read(kept, param)
+
+    return narrow_parameters.over(master_of, self.master, params)
+
+
+class RemainderState(MasterWeightsState):
+  """State of `master_weights` with remainders as its masters."""
+
+  __slots__ = ()
+
+  @property
+  def keeps_narrow(self) -> bool:
+    """True: `loss_scaling` must not widen the parameters, as it does else."""
+    return True
+
 
 def master_weights(
   inner: optax.GradientTransformation | optax.MultiSteps,
   dtype: DTypeLike = jnp.float32,
+  store: Literal["copy", "remainder"] = "copy",
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps an optimizer so that it updates a float32 copy of the parameters.
 
@@ -53,14 +85,24 @@ def master_weights(
   so the parameter may be up to 1.5 ulp from the master. The error does not
   accumulate: the next step starts from the rounded value.
 
+  With `store="remainder"` the master is the parameter together with 16 more
+  bits, so that it takes 2 bytes of state instead of 4. The parameter is then
+  the number nearest to the master, away from zero if two are. With bfloat16
+  that is every bit of float32. With float16 it is too above 2**-17, and below
+  it the master is a multiple of 2**-40. An update to less than half or more
+  than twice of a parameter may not exist in 16 bits; then the master becomes
+  what is nearest to it around the parameter that the update leads to. A master
+  beyond the largest parameter stops there.
+
   The inner optimizer, including any weight decay, sees the master as its
   parameters. Nothing that changes updates may come after this wrapper in a
   chain, because the parameters would then no longer follow the master. The
   wrapper works inside or outside `loss_scaling`, with the same result.
 
   If something else changes the parameters, the next step moves them back,
-  unless the master is set too: `optax.tree.set(opt_state, master=...)`. A
-  parameter beyond the largest value of its dtype becomes inf, then NaN.
+  unless the master is set too: `optax.tree.set(opt_state, master=...)`. With
+  remainders the master moves along. A parameter beyond the largest value of its
+  dtype becomes inf, then NaN, if the master is a copy.
 
   Args:
     inner: the optimizer, any optax transformation or `optax.MultiSteps`. It
@@ -68,10 +110,12 @@ def master_weights(
       them unchanged, because `loss_scaling` checks them in their own dtype.
     dtype: the master's dtype, float32 or wider, unless the parameter's is
       wider.
+    store: what the state keeps, a "copy" of the master or its "remainder".
 
   Returns:
     A transformation whose state is a `MasterWeightsState`. Every real floating
-    parameter has a master, which for a float32 parameter is simply a copy. The
+    parameter has a master, which for a float32 parameter is simply a copy, or
+    with remainders the parameter itself. The
     inner optimizer handles all other parameters directly. The leaves of Flax's
     `_overwrite_with_gradient` collection bypass the inner optimizer, as in
     `loss_scaling`. Updates have the parameters' dtypes.
@@ -80,7 +124,9 @@ def master_weights(
     TypeError: if `inner` is not an optimizer or `dtype` is not a floating-point
       dtype; from `update`, if `state` is not the one that `init` made.
     ValueError: if `dtype` is narrower than float32, or is float64 while JAX has
-      float64 disabled; from `update`, if `params` is None.
+      float64 disabled or with remainders; if `store` is unknown; from `init`,
+      if remainders are for parameters in 8 bits; from `update`, if `params` is
+      None.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -111,26 +157,28 @@ def master_weights(
       f"add up in it, got {dtype}; parameters keep the dtype that they have."
     )
   arguments.check_enabled("dtype", dtype)
+  if store not in ("copy", "remainder"):
+    raise ValueError(
+      f"`store` must be 'copy' or 'remainder', got {arguments.shown(store)}."
+    )
+  is_copy = store == "copy"
+  if not is_copy and dtype != jnp.float32:
+    raise ValueError(
+      '`dtype` must be float32 with store="remainder", since a remainder has '
+      f'16 bits, got {dtype}; or take store="copy".'
+    )
+
+  def widen(x: jax.Array) -> jax.Array:
+    # JAX does not promote float8.
+    wide = jnp.promote_types(dtype, leaves.at_least_float32(x.dtype))
+    return _convert(x, wide) if is_copy or rounding.is_narrow(x, _NAME) else x
 
   def init(params: optax.Params) -> MasterWeightsState:
-    is_gradient = leaves.are_gradients(params)
-    wide = jax.tree.map(
-      lambda x: (
-        # JAX does not promote float8.
-        _convert(x, jnp.promote_types(dtype, leaves.at_least_float32(x.dtype)))
-        if leaves.is_real(x)
-        else x
-      ),
-      leaves.as_arrays(params),
-    )
-    kept = leaves.leave_out(is_gradient, wide)
-    inner_state = inner.init(kept)
-    if kept is not wide and _states.find_states(inner_state):
-      inner_state = inner.init(wide)  # `loss_scaling` masks these itself.
-    return MasterWeightsState(
-      master=jax.tree.map(_first_master, kept),
-      inner_state=leaves.as_arrays(inner_state),
-    )
+    wide, inner_state = narrow_parameters.init(inner, widen, params)
+    if is_copy:
+      return MasterWeightsState(jax.tree.map(_first_copy, wide), inner_state)
+    own = leaves.leave_out(leaves.are_gradients(params), params)
+    return RemainderState(jax.tree.map(_first_remainder, own), inner_state)
 
   def update(
     updates: optax.Updates,
@@ -138,70 +186,44 @@ def master_weights(
     params: optax.Params | None = None,
     **extra_args: object,
   ) -> tuple[optax.Updates, MasterWeightsState]:
-    state = _states.check_kind(state, MasterWeightsState)
-    if params is None:
-      raise ValueError(
-        "`params` must be passed to update, which returns the distance from "
-        "them to the master; tx.update(grads, opt_state, params)."
-      )
-    gradients = updates = leaves.as_arrays(updates)
-    params = leaves.as_arrays(params)
-    is_gradient = leaves.are_gradients(updates)
-    # A `loss_scaling` inside `inner` checks gradients in their own dtype and
-    # handles non-gradient leaves: a skipped step returns their old values. If
-    # it is switched off, its rule's state has no leaves.
-    found = _states.find_states(state.inner_state).values()
-    scales = bool(jax.tree.leaves([x.loss_scale_state for x in found]))
-    if not scales:
-      gradients = leaves.widen(leaves.leave_out(is_gradient, updates))
-      params = leaves.leave_out(leaves.are_gradients(params), params)
-
-    inner_updates, inner_state = inner.update(
-      gradients,
+    kind = MasterWeightsState if is_copy else RemainderState
+    state = _states.check_kind(state, kind)
+    updates, master, inner_state, _ = narrow_parameters.update(
+      inner,
+      _COPY if is_copy else _REMAINDER,
+      state.master,
+      updates,
       state.inner_state,
-      _over(lambda x, y: y if _is_absent(x) else x, state.master, params),
-      **extra_args,
+      params,
+      extra_args,
     )
-    inner_updates = leaves.as_arrays(inner_updates)
-    skipped = _is_skipped(inner_state)
-    move = functools.partial(_move, skipped)
-    way = functools.partial(_way, skipped)
-    new_master = _over(move, state.master, inner_updates)
-    new_updates = _over(way, new_master, inner_updates, params)
-    if not scales:
-      new_updates = leaves.merge(is_gradient, new_updates, updates)
-    return new_updates, MasterWeightsState(
-      master=new_master, inner_state=leaves.as_arrays(inner_state)
-    )
+    return updates, kind(master, inner_state)
 
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _move(
-  skipped: jax.Array, master: jax.Array, update: jax.Array | None
-) -> jax.Array:
-  """Returns the next master of one leaf."""
-  if _is_absent(master) or update is None:
-    return master
-  # Select instead of adding -0.0, which may flush a subnormal master to 0.
-  return jnp.where(
-    skipped, master, jnp.asarray(optax.apply_updates(master, update))
-  )
+def _first_copy(x: object) -> object:
+  if not leaves.is_real(x):
+    return optax.MaskedNode()
+  # Copy even a float32 parameter, because the master may be donated together
+  # with it, or with whatever the inner optimizer keeps of it.
+  return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.array(x, copy=True)
 
 
-def _way(
-  skipped: jax.Array,
-  master: jax.Array,
-  update: jax.Array | None,
-  param: jax.Array,
-) -> jax.Array | None:
+def _first_remainder(x: object) -> object:
+  if not rounding.is_narrow(x, _NAME):
+    return optax.MaskedNode()
+  return jnp.zeros(x.shape, jnp.int16)
+
+
+def _move_copy(
+  _: jax.Array, master: jax.Array, param: jax.Array, skipped: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   """Returns the difference between a parameter and its next master.
 
   The result depends only on the next master, not on the old master or the
   update, so XLA can update the master in place.
   """
-  if _is_absent(master) or update is None:
-    return update
   # A parameter that was cast in this program must be seen as it is stored.
   wide = bits.rounded(_convert(param, master.dtype), param.dtype)
   way = jnp.where(
@@ -213,21 +235,30 @@ def _way(
   # Round via float32, as `loss_scaling` and the CPU backend also do.
   dtype = leaves.at_least_float32(param.dtype)
   way = _convert(bits.rounded(way, dtype), dtype)
-  return _convert(way, param.dtype)
+  return _convert(way, param.dtype), master
 
 
-def _is_skipped(inner_state: optax.OptState) -> jax.Array:
-  """Returns True if the loss scaling in `inner`, if any, skipped the step."""
-  found = _states.find_states(inner_state).values()
-  skipped = [x.skipped for x in found] or [jnp.full((), False)]
-  return functools.reduce(jnp.logical_and, skipped)
+def _move_by_remainder(
+  old: jax.Array, master: jax.Array, param: jax.Array, skipped: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the way to the parameter nearest to a master, and the rest."""
+  wide, dtype = rounding.seen(param), param.dtype
+  largest = rounding.largest_master(dtype)
+  clipped = jnp.clip(master, -largest, largest)
+  master = jnp.where(jnp.isfinite(master), clipped, master)
+  way = rounding.nearest(master, dtype) - wide
+  stays = skipped | (way == 0)
+  way = jnp.where(stays, -0.0, bits.rounded(way, dtype))
+  # Far away no update may lead there. What counts is where the sum arrives.
+  new = rounding.remainder(master, bits.rounded(wide + way, dtype), dtype)
+  return way.astype(dtype), jnp.where(skipped, old, new)
 
 
-def _over(
-  function: Callable[..., object], master: Tree, *trees: object
-) -> Tree:
-  """Maps over leaves, including the placeholders of leaves without a master."""
-  return jax.tree.map(function, master, *trees, is_leaf=_is_absent)
+_COPY = narrow_parameters.Store(lambda master, _: master, _move_copy)
+_REMAINDER = narrow_parameters.Store(
+  lambda kept, param: rounding.master(rounding.seen(param), kept, param.dtype),
+  _move_by_remainder,
+)
 
 
 def _convert(x: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -235,15 +266,3 @@ def _convert(x: jax.Array, dtype: DTypeLike) -> jax.Array:
   if isinstance(x, jax.ShapeDtypeStruct):
     return x.update(dtype=dtype)
   return jnp.asarray(x, dtype)
-
-
-def _first_master(x: object) -> object:
-  if not leaves.is_real(x):
-    return optax.MaskedNode()
-  # Copy even a float32 parameter, because the master may be donated together
-  # with it, or with whatever the inner optimizer keeps of it.
-  return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.array(x, copy=True)
-
-
-def _is_absent(master: object) -> bool:
-  return master is None or isinstance(master, optax.MaskedNode)

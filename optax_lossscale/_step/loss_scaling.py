@@ -132,6 +132,8 @@ def loss_scaling(
   def init(params: optax.Params) -> states.LossScalingState:
     kept = leaves.leave_out(leaves.are_gradients(params), params)
     inner_state = inner.init(kept if rule is None else leaves.widen(kept))
+    if states.keeps_narrow(inner_state):
+      inner_state = inner.init(kept)
     requirements.check_inner_state(inner_state)
     if rule is None:
       return states.first_state(loss_scales.NoLossScaleState(), inner_state)
@@ -234,9 +236,10 @@ def _update_inner(
 ) -> tuple[optax.Updates, optax.OptState]:
   """Runs the optimizer in float32; its updates have the parameters' dtypes."""
   requirements.check_gradients(gradients, params)
+  seen = params if states.keeps_narrow(inner_state) else leaves.widen(params)
   with requirements.explained(inner, gradients, inner_state, params):
     updates, new_state = inner.update(
-      gradients, inner_state, leaves.widen(params), **extra_args
+      gradients, inner_state, seen, **extra_args
     )
     updates = requirements.narrow_updates(updates, gradients, params)
     trees.check_kept("inner", new_state, inner_state)

@@ -259,6 +259,16 @@ def find_states(tree: object) -> dict[str, LossScalingState]:
   }
 
 
+def keeps_narrow(inner_state: object) -> bool:
+  """Returns whether an optimizer must see the parameters in their own dtypes.
+
+  It says so by an attribute of its state, since nothing that is wrapped around
+  an optimizer changes that.
+  """
+  has = lambda x: hasattr(x, "keeps_narrow")  # noqa: E731
+  return any(map(has, jax.tree.leaves(inner_state, is_leaf=has)))
+
+
 def require_states(opt_state: object) -> dict[str, LossScalingState]:
   """Returns the states that `find_states` finds; raises if there are none."""
   if states := find_states(opt_state):

@@ -1,0 +1,134 @@
+"""What an optimizer of narrow parameters does, in whichever way it keeps more.
+
+The inner optimizer gets each narrow parameter as the wide value that it stands
+for, and float32 gradients. A store says how a parameter stands for that value.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lossscale._base import leaves
+from optax_lossscale._step import states
+
+
+class Store(NamedTuple):
+  """How parameters stand for wide values, by functions of one leaf.
+
+  What is kept for a leaf is a masked node if the leaf stands for itself.
+
+  Attributes:
+    read: returns the wide value from what is kept and the parameter.
+    move: returns the update and what is kept next, from what is kept, the next
+      wide value, the parameter, and whether the step is skipped.
+  """
+
+  read: Callable[[jax.Array, jax.Array], jax.Array]
+  move: Callable[
+    [jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]
+  ]
+
+
+def init(
+  inner: optax.GradientTransformationExtraArgs,
+  widen: Callable[[jax.Array], jax.Array],
+  params: optax.Params,
+) -> tuple[optax.Params, optax.OptState]:
+  """Returns the parameters as the inner optimizer sees them, and its state."""
+  is_gradient = leaves.are_gradients(params)
+  wide = jax.tree.map(
+    lambda x: widen(x) if leaves.is_real(x) else x, leaves.as_arrays(params)
+  )
+  kept = leaves.leave_out(is_gradient, wide)
+  inner_state = inner.init(kept)
+  if kept is not wide and states.find_states(inner_state):
+    inner_state = inner.init(wide)  # `loss_scaling` masks these itself.
+  return kept, leaves.as_arrays(inner_state)
+
+
+def update(
+  inner: optax.GradientTransformationExtraArgs,
+  store: Store,
+  kept: optax.Params,
+  updates: optax.Updates,
+  inner_state: optax.OptState,
+  params: optax.Params | None,
+  extra_args: Mapping[str, object],
+) -> tuple[optax.Updates, optax.Params, optax.OptState, jax.Array]:
+  """Returns updates, what is kept next, the inner state, and if it skipped."""
+  if params is None:
+    raise ValueError(
+      "`params` must be passed to update, which returns the distance from "
+      "them to the master; tx.update(grads, opt_state, params)."
+    )
+  gradients = updates = leaves.as_arrays(updates)
+  params = leaves.as_arrays(params)
+  is_gradient = leaves.are_gradients(updates)
+  # A `loss_scaling` inside `inner` checks gradients in their own dtype and
+  # handles non-gradient leaves: a skipped step returns their old values. If
+  # it is switched off, its rule's state has no leaves.
+  found = states.find_states(inner_state).values()
+  scales = bool(jax.tree.leaves([x.loss_scale_state for x in found]))
+  if not scales:
+    gradients = leaves.widen(leaves.leave_out(is_gradient, updates))
+    params = leaves.leave_out(leaves.are_gradients(params), params)
+
+  def read(kept: jax.Array, param: jax.Array) -> jax.Array:
+    return param if is_absent(kept) else store.read(kept, param)
+
+  wide: optax.Params = over(read, kept, params)
+  inner_updates, inner_state = inner.update(
+    gradients, inner_state, wide, **extra_args
+  )
+  skipped = _is_skipped(inner_state)
+
+  def move(
+    kept: jax.Array, wide: jax.Array, update: jax.Array | None, param: jax.Array
+  ) -> _Moved:
+    if is_absent(kept) or update is None:
+      return _Moved(update, kept)
+    # Select instead of adding -0.0, which may flush a subnormal master to 0.
+    target = jnp.asarray(optax.apply_updates(wide, update))
+    target = jnp.where(skipped, wide, target)
+    return _Moved(*store.move(kept, target, param, skipped))
+
+  moved = over(move, kept, wide, leaves.as_arrays(inner_updates), params)
+  is_moved = functools.partial(jax.tree.map, is_leaf=_is_moved)
+  new_updates = is_moved(lambda x: x.update, moved)
+  new_kept = is_moved(lambda x: x.kept, moved)
+  if not scales:
+    new_updates = leaves.merge(is_gradient, new_updates, updates)
+  return new_updates, new_kept, leaves.as_arrays(inner_state), skipped
+
+
+class _Moved(NamedTuple):
+  update: object
+  kept: object
+
+
+def _is_moved(x: object) -> bool:
+  return isinstance(x, _Moved)
+
+
+def over(
+  function: Callable[..., object], kept: optax.Params, *trees: object
+) -> optax.Params:
+  """Maps over leaves, including those that stand for themselves."""
+  return jax.tree.map(function, kept, *trees, is_leaf=is_absent)
+
+
+def is_absent(kept: object) -> bool:
+  """Returns whether nothing is kept, since a leaf stands for itself."""
+  return kept is None or isinstance(kept, optax.MaskedNode)
+
+
+def _is_skipped(inner_state: optax.OptState) -> jax.Array:
+  """Returns True if the loss scaling in `inner`, if any, skipped the step."""
+  found = states.find_states(inner_state).values()
+  skipped = [x.skipped for x in found] or [jnp.full((), False)]
+  return functools.reduce(jnp.logical_and, skipped)

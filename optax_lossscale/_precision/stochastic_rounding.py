@@ -1,0 +1,292 @@
+"""16-bit parameters and optimizer states that learn by stochastic rounding."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from chex import ArrayTree
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+import optax
+
+from optax_lossscale._base import arguments
+from optax_lossscale._base import leaves
+from optax_lossscale._base.leaves import Tree
+from optax_lossscale._precision import narrow_parameters
+from optax_lossscale._precision import rounding
+from optax_lossscale._step import requirements
+from optax_lossscale._step import states as _states
+
+# Arrays of fewer elements save too little to be rounded.
+_SMALL = 4096
+
+
+class StochasticRoundingState(NamedTuple):
+  """State of `stochastic_rounding`.
+
+  Attributes:
+    rounding_seed: uint32[], decides every rounding together with the count.
+    rounding_count: int32[], how many steps were applied.
+    inner_state: the wrapped optimizer's state.
+  """
+
+  rounding_seed: jax.Array
+  rounding_count: jax.Array
+  inner_state: optax.OptState
+
+  @property
+  def keeps_narrow(self) -> bool:
+    """True: `loss_scaling` must not widen the parameters, as it does else."""
+    return True
+
+
+class LowPrecisionState(NamedTuple):
+  """State of `low_precision_state`.
+
+  Attributes:
+    state_seed: uint32[], decides every rounding together with the count.
+    state_count: int32[], how many steps were taken.
+    narrow_state: the wrapped optimizer's state, with its large arrays in 16
+      bits.
+  """
+
+  state_seed: jax.Array
+  state_count: jax.Array
+  narrow_state: optax.OptState
+
+
+def stochastic_rounding(
+  inner: optax.GradientTransformation | optax.MultiSteps, *, seed: int = 0
+) -> optax.GradientTransformationExtraArgs:
+  """Wraps an optimizer so that 16-bit parameters learn without a float32 copy.
+
+  An update of less than half the distance to the next bfloat16 is lost if the
+  sum is rounded to the nearest. Here each new parameter becomes one of the two
+  numbers around the target, with a chance proportional to the distance (in
+  steps of 2**-24), so that the mean of many steps is that of float32. Nothing
+  is kept but a seed and a count.
+
+  The rounding is that of the updates, which are such that `optax.apply_updates`
+  rounds no more. No compiler drops it, unlike what adds noise before a cast.
+  Where a target is less than half or more than twice the parameter, a sum may
+  not reach both numbers around it; then it is one of two farther ones that it
+  does reach, and the mean is still the target. A target beyond the largest
+  value of the dtype becomes that.
+
+  The inner optimizer sees float32 parameters and gradients. Nothing that
+  changes updates may come after this wrapper in a chain. It works inside or
+  outside `loss_scaling`.
+
+  Args:
+    inner: the optimizer, any optax transformation or `optax.MultiSteps`.
+    seed: an integer. The same seed, count and tree give the same bits on every
+      device, however the arrays are sharded by jit. Inside `shard_map` and
+      `vmap` each shard and each member of a batch has the same chances.
+
+  Returns:
+    A transformation whose updates have the parameters' dtypes. Parameters in
+    float32 or wider get the inner optimizer's updates unchanged. A skipped step
+    leaves the count and every parameter as they are.
+
+  Raises:
+    TypeError: if `inner` is not an optimizer or `seed` is no integer; from
+      `update`, if `state` is not the one that `init` made.
+    ValueError: from `init`, if a parameter is in 8 bits; from `update`, if
+      `params` is None.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> def train(tx):
+    ...   params = jnp.ones(10_000, jnp.bfloat16)
+    ...   state = tx.init(params)
+    ...   for _ in range(64):
+    ...     grads = jnp.full(10_000, 2.0**-13, jnp.bfloat16)
+    ...     updates, state = tx.update(grads, state, params)
+    ...     params = optax.apply_updates(params, updates)
+    ...   return 1 - jnp.mean(params, dtype=jnp.float32)
+    >>> print(f"{train(optax.sgd(1.0)):.3f}")
+    0.000
+    >>> print(f"{train(ols.stochastic_rounding(optax.sgd(1.0))):.3f}")
+    0.008
+
+  References:
+    Ozkara et al., `Stochastic Rounding for LLM Training: Theory and Practice
+    <https://arxiv.org/abs/2502.20566>`_, 2025.
+  """
+  inner = requirements.as_optimizer("inner", inner)
+  first_seed = _check_seed(seed)
+
+  def widen(x: jax.Array) -> jax.Array:
+    return rounding.seen(x) if _is_narrow(x) else x
+
+  def init(params: optax.Params) -> StochasticRoundingState:
+    _, inner_state = narrow_parameters.init(inner, widen, params)
+    return StochasticRoundingState(
+      jnp.uint32(first_seed), jnp.int32(0), inner_state
+    )
+
+  def update(
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None = None,
+    **extra_args: object,
+  ) -> tuple[optax.Updates, StochasticRoundingState]:
+    state = _states.check_kind(state, StochasticRoundingState)
+    count = state.rounding_count
+    keys = _keys("parameters", state.rounding_seed, count, params)
+    kept = jax.tree.map(
+      lambda x, key: key if _is_narrow(x) else optax.MaskedNode(),
+      leaves.leave_out(leaves.are_gradients(params), params),
+      leaves.leave_out(leaves.are_gradients(params), keys),
+    )
+    updates, _, inner_state, skipped = narrow_parameters.update(
+      inner, _BY_CHANCE, kept, updates, state.inner_state, params, extra_args
+    )
+    return updates, StochasticRoundingState(
+      state.rounding_seed,
+      jnp.where(skipped, count, optax.safe_increment(count)),
+      inner_state,
+    )
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def low_precision_state(
+  inner: optax.GradientTransformation | optax.MultiSteps,
+  dtype: DTypeLike = jnp.bfloat16,
+  *,
+  seed: int = 0,
+  mask: object | Callable[[optax.OptState], object] = None,
+) -> optax.GradientTransformationExtraArgs:
+  """Wraps an optimizer so that its moments are stored in bfloat16.
+
+  The inner optimizer gets its state in float32, and what it returns is rounded
+  stochastically. To the nearest number, the average of squares that Adam keeps
+  would stand still: its step is 1/1000 of the distance to the next square, and
+  two bfloat16 are up to 1/128 apart. Arrays of fewer than 4096 elements stay as
+  they are, and so do counts, keys and what is not float32.
+
+  Args:
+    inner: the optimizer, any optax transformation or `optax.MultiSteps`, whose
+      sum of gradients is rounded too.
+    dtype: bfloat16. In float16 the squares of gradients below 1.7e-4 would be
+      0.
+    seed: an integer that decides every rounding.
+    mask: which arrays of the state to store in `dtype`, as `optax.masked` has
+      it: a tree of bools like the state or a prefix of it, or a function from
+      the state to one. By default all that are large. Leave out what must be
+      exact: the preconditioners of Shampoo and SOAP, and schedule-free's z.
+
+  Returns:
+    A transformation with a state of half the size.
+
+  Raises:
+    TypeError: if `inner` is not an optimizer or `seed` is no integer; from
+      `update`, if `state` is not the one that `init` made.
+    ValueError: if `dtype` is not bfloat16.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> tx = ols.low_precision_state(optax.adam(1e-3))
+    >>> state = tx.init({"w": jnp.ones(4096), "b": jnp.ones(64)})
+    >>> print(optax.tree.get(state, "nu")["w"].dtype)
+    bfloat16
+    >>> print(optax.tree.get(state, "nu")["b"].dtype)
+    float32
+  """
+  inner = requirements.as_optimizer("inner", inner)
+  if arguments.read_dtype(dtype)[0] != jnp.bfloat16:
+    raise ValueError(
+      f"`dtype` must be bfloat16, got {arguments.shown(dtype)}: in float16 the "
+      "squares that Adam keeps are 0 for gradients below 1.7e-4, and no other "
+      "dtype has 16 bits."
+    )
+  first_seed = _check_seed(seed)
+
+  def narrow(
+    state: optax.OptState, seed: jax.Array, count: jax.Array
+  ) -> LowPrecisionState:
+    state = leaves.as_arrays(state)
+    keys = _keys("state", seed, count, state)
+
+    def narrow_leaf(is_low: bool, x: jax.Array, key: jax.Array) -> jax.Array:
+      if not (is_low and _is_large(x) and x.dtype == jnp.float32):
+        return x
+      found = rounding.stochastic(x, rounding.chances(x.shape, key))
+      return found.astype(jnp.bfloat16)
+
+    return LowPrecisionState(
+      seed, count, jax.tree.map(narrow_leaf, masked(state), state, keys)
+    )
+
+  def masked(state: optax.OptState) -> object:
+    given = mask(state) if callable(mask) else mask
+    return jax.tree.broadcast(True if given is None else given, state)
+
+  def init(params: optax.Params) -> LowPrecisionState:
+    return narrow(inner.init(params), jnp.uint32(first_seed), jnp.int32(0))
+
+  def update(
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None = None,
+    **extra_args: object,
+  ) -> tuple[optax.Updates, LowPrecisionState]:
+    state = _states.check_kind(state, LowPrecisionState)
+    wide = jax.tree.map(
+      lambda is_low, x: (
+        rounding.seen(x)
+        if is_low and _is_large(x) and x.dtype == jnp.bfloat16
+        else x
+      ),
+      masked(state.narrow_state),
+      state.narrow_state,
+    )
+    updates, wide = inner.update(updates, wide, params, **extra_args)
+    count = jnp.asarray(optax.safe_increment(state.state_count))
+    return updates, narrow(wide, state.state_seed, count)
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _move_by_chance(
+  key: jax.Array, target: jax.Array, param: jax.Array, skipped: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns an update that takes a parameter to its target in the mean."""
+  seen = rounding.seen(param)
+  chance = rounding.chances(param.shape, key)
+  found = rounding.stochastic_update(target, seen, param.dtype, chance)
+  # Use -0.0 for no change: adding 0.0 would turn a -0.0 parameter into 0.0.
+  found = jnp.where(skipped | (found == 0), -0.0, found)
+  return found.astype(param.dtype), key
+
+
+_BY_CHANCE = narrow_parameters.Store(
+  lambda _, param: rounding.seen(param), _move_by_chance
+)
+
+
+def _keys(use: str, seed: jax.Array, count: jax.Array, tree: Tree) -> Tree:
+  """Returns a key for each leaf of a tree."""
+  # Parameters and moments with one seed are not to be rounded alike.
+  base = rounding.key(["parameters", "state"].index(use), seed, count)
+  flat, structure = jax.tree.flatten(tree)
+  found = [rounding.key(base, i) for i in range(len(flat))]
+  return jax.tree.unflatten(structure, found)
+
+
+def _check_seed(seed: object) -> int:
+  """Returns a seed that fits in 32 bits; raises if it is no integer."""
+  return arguments.check_integer("seed", seed, unit="") % 2**32
+
+
+def _is_narrow(x: object) -> bool:
+  return rounding.is_narrow(x, "stochastic_rounding")
+
+
+def _is_large(x: object) -> bool:
+  return leaves.is_real(x) and x.size >= _SMALL

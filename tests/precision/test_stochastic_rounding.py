@@ -1,0 +1,461 @@
+"""16-bit parameters and states that learn, by remainders or by chance."""
+
+import functools
+
+from flax import nnx
+from flax import serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from tests import support
+
+RULE = ols.FixedLossScale(1024.0)
+remainders = functools.partial(ols.master_weights, store="remainder")
+WAYS = {"remainder": remainders, "stochastic": ols.stochastic_rounding}
+POSITIONS = {
+  "alone": lambda way, inner: way(inner),
+  "inside": lambda way, inner: ols.loss_scaling(way(inner), RULE),
+  "outside": lambda way, inner: way(ols.loss_scaling(inner, RULE)),
+}
+each_way = pytest.mark.parametrize("way", WAYS)
+each_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+each_position = pytest.mark.parametrize("position", POSITIONS)
+SIZE = 4096
+
+
+def make(way, position="alone", inner=None):
+  return POSITIONS[position](WAYS[way], inner or optax.sgd(1.0))
+
+
+def scale_of(state):
+  found = optax.tree.get(state, "loss_scale")
+  return jnp.float32(1) if found is None else found
+
+
+def step(tx, params, state, gradients):
+  """Takes a step on true gradients, which are scaled in float32."""
+  scaled = jax.tree.map(lambda x: x * scale_of(state), gradients)
+  updates, state = tx.update(scaled, state, params)
+  same_dtypes = jax.tree.map(lambda x, y: x.dtype == y.dtype, updates, params)
+  assert all(jax.tree.leaves(same_dtypes))
+  return optax.apply_updates(params, updates), state
+
+
+def run(tx, params, gradients, state=None):
+  """Takes a step on each of several gradients, in a scan."""
+
+  @jax.jit
+  def scan(params, state):
+    return jax.lax.scan(
+      lambda carry, x: (step(tx, *carry, x), None), (params, state), gradients
+    )[0]
+
+  return scan(params, tx.init(params) if state is None else state)
+
+
+def normal(*shape, seed=0, dtype=jnp.float32):
+  return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+@each_way
+@each_dtype
+@each_position
+def test_small_updates_add_up(way, dtype, position):
+  params = {"a": jnp.ones((2, SIZE), dtype), "b": -jnp.ones(SIZE, dtype)}
+  # A sixteenth of the distance to the next number.
+  small = float(jnp.finfo(dtype).eps) / 16
+  gradients = jax.tree.map(
+    lambda x: jnp.full((64, *x.shape), small, jnp.float32), params
+  )
+  assert support.same_bits(
+    optax.apply_updates(
+      params, {name: -x[0].astype(dtype) for name, x in gradients.items()}
+    ),
+    params,
+  )
+  after, _ = run(make(way, position), params, gradients)
+  for name in params:
+    moved = np.mean(np.float64(params[name]) - np.float64(after[name]))
+    # A walk of 64 steps of eps and less, over thousands of parameters.
+    assert abs(moved / (64 * small) - 1) < 0.05, name
+
+
+@each_dtype
+@each_position
+def test_remainders_train_as_a_copy_does(dtype, position):
+  params = {"w": normal(SIZE, dtype=dtype), "b": normal(3)}
+  gradients = {"w": normal(30, SIZE, seed=1), "b": normal(30, 3, seed=2)}
+  masters = {}
+  for store in ("copy", "remainder"):
+    way = functools.partial(ols.master_weights, store=store)
+    tx = POSITIONS[position](way, optax.adamw(1e-3))
+    after, state = run(tx, params, gradients)
+    (owner,) = find(ols.MasterWeightsState, state)
+    masters[store] = np.asarray(owner.wide(after)["w"])
+  off = np.abs(masters["copy"] - masters["remainder"])
+  # A few are so small that a step is more than half of them.
+  assert (off == 0).mean() > 0.99
+  assert off.max() <= 2e-3 * float(jnp.finfo(dtype).eps)
+  # What is seen is the number nearest to the master.
+  seen = masters["remainder"].astype(after["w"].dtype)
+  assert np.array_equal(seen, after["w"])
+
+
+def find(kind, state):
+  """Returns the states of a kind in the state of a chain of wrappers."""
+  is_kind = lambda x: isinstance(x, kind)  # noqa: E731
+  return filter(is_kind, jax.tree.leaves(state, is_leaf=is_kind))
+
+
+@each_dtype
+def test_where_no_update_leads_to_the_parameter_its_neighbor_is_taken(dtype):
+  # Updates of the size of the parameters and far beyond.
+  params = normal(100_000, dtype=dtype)
+  gradients = normal(1, 100_000, seed=1) * np.float32(np.abs(params)) * 3
+  after, state = run(remainders(optax.sgd(1.0)), params, gradients)
+  target = np.float32(params) - np.asarray(gradients[0])
+  off = np.abs(state.wide(after) - target)
+  step = np.spacing(np.abs(target) + np.abs(np.float32(params)))
+  eps = float(jnp.finfo(dtype).eps)
+  # Never farther than one distance of the larger of both.
+  assert (off <= eps / np.finfo(np.float32).eps * step).all()
+  share = np.mean(off > 2.0**-40)
+  assert 0.05 < share < 0.3
+
+
+@each_way
+@pytest.mark.parametrize("position", ["inside", "outside"])
+def test_a_skipped_step_changes_no_bit(way, position):
+  params = {
+    "half": jnp.array([0.0, -0.0, 1.0, 6e-8, jnp.inf, jnp.nan], jnp.float16),
+    "brain": jnp.array([-0.0, 1e-40, 3.0], jnp.bfloat16),
+    "single": jnp.array([-0.0, 1e-40]),
+  }
+  tx = make(way, position, optax.sgd(1e-3, momentum=0.5))
+  gradients = jax.tree.map(jnp.ones_like, params)
+  moved, state = jax.jit(functools.partial(step, tx))(
+    params, tx.init(params), gradients
+  )
+  gradients["half"] = gradients["half"].at[0].set(jnp.nan)
+  after, new = jax.jit(functools.partial(step, tx))(moved, state, gradients)
+  assert ols.loss_scale_metrics(new)["skipped"]
+  support.assert_same_bits(after, moved)
+  for name in ("master", "trace", "rounding_count"):
+    found = [optax.tree.get(x, name) for x in (state, new)]
+    support.assert_same_bits(*found)
+
+
+@each_way
+def test_a_resumed_run_has_the_same_bits(way):
+  tx = make(way, "inside", ols.low_precision_state(optax.adam(1e-3), seed=3))
+  params = {
+    "w": normal(SIZE, dtype="bfloat16"),
+    "b": normal(5, dtype="float16"),
+  }
+  gradients = jax.tree.map(lambda x: normal(6, *x.shape, seed=1), params)
+  whole = run(tx, params, gradients)
+  first, second = (
+    jax.tree.map(lambda x, y=y: x[y], gradients)
+    for y in (slice(0, 3), slice(3, 6))
+  )
+  half, state = run(tx, params, first)
+  fresh = tx.init(params)
+  restored = serialization.from_bytes(fresh, serialization.to_bytes(state))
+  support.assert_same_bits(run(tx, half, second, restored), whole)
+  other = POSITIONS["inside"](
+    functools.partial(ols.stochastic_rounding, seed=1), optax.adam(1e-3)
+  )
+  if way == "stochastic":
+    assert not support.same_bits(run(other, params, gradients)[0], whole[0])
+
+
+@each_way
+def test_wide_parameters_are_the_inner_optimizers_alone(way):
+  params = {"w": normal(9), "c": normal(4) + 1j, "x": None}
+  inner = optax.adam(0.1)
+  tx = WAYS[way](inner)
+  expected, _ = inner.update(params, inner.init(params), params)
+  got, _ = tx.update(params, tx.init(params), params)
+  assert got["x"] is None
+  support.assert_same_bits([got["w"], got["c"]], [expected["w"], expected["c"]])
+
+
+def test_masters_beyond_the_largest_parameter_stop_there():
+  for dtype, largest in (("float16", 65504.0), ("bfloat16", 3.3895314e38)):
+    params = jnp.array([largest, -largest, 1.0, jnp.inf], dtype)
+    for tx in (make("remainder"), make("stochastic")):
+      up = jnp.float32([-largest / 512, largest / 512, jnp.nan, 0.0])
+      after, state = run(tx, params, up[None])
+      assert np.array_equal(after[:2], params[:2])
+      assert jnp.isnan(after[2]) and not jnp.isfinite(after[3])
+      # They come back.
+      after, state = run(tx, after, -up[None], state)
+      assert (np.abs(np.float32(after[:2])) <= largest).all()
+
+
+def test_a_step_of_1e_5_is_as_in_float32():
+  """Holds to what torchao's own test asks of its stochastic rounding."""
+  params = {
+    "first": normal(32, 1024) / np.sqrt(32),
+    "second": normal(1024, 128, seed=1) / 32,
+  }
+  x = normal(4, 32, seed=2, dtype="bfloat16")
+
+  def loss_fn(params):
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    hidden = jax.nn.relu(x @ low["first"])
+    return -jnp.sum((hidden @ low["second"]).astype(jnp.float32))
+
+  def losses(tx, params):
+    state, found = tx.init(params), []
+    train = jax.jit(functools.partial(step, tx))
+    for _ in range(5):
+      loss, grads = jax.value_and_grad(loss_fn)(params)
+      grads = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
+      params, state = train(params, state, grads)
+      found.append(float(loss))
+    return np.array(found)
+
+  adam = optax.adamw(1e-5)
+  true = losses(adam, params)
+  low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+  moved = np.ptp(true)
+  found = losses(ols.stochastic_rounding(adam), low)
+  assert np.abs(found - true).max() < 0.05 * moved
+  # To the nearest, hardly any parameter moves.
+  nearest = losses(ols.loss_scaling(adam, RULE), low)
+  assert np.ptp(nearest) < 0.3 * moved
+
+
+REFUSED = {
+  "8 bits": (
+    ValueError,
+    r"parameters of `stochastic_rounding` must be in float16, .*, got float8",
+    lambda: ols.stochastic_rounding(optax.sgd(1.0)).init(
+      jnp.ones(3, jnp.float8_e4m3fn)
+    ),
+  ),
+  "8 bits and a remainder": (
+    ValueError,
+    r"store=\"remainder\".* must be in float16, .*, got float8",
+    lambda: remainders(optax.sgd(1.0)).init(jnp.ones(3, jnp.float8_e5m2)),
+  ),
+  "store": (
+    ValueError,
+    "`store` must be 'copy' or 'remainder', got 'half'",
+    lambda: ols.master_weights(optax.sgd(1.0), store="half"),
+  ),
+  "float64": (
+    ValueError,
+    "`dtype` must be float32 with store=",
+    lambda: remainders(optax.sgd(1.0), jnp.float64),
+  ),
+  "seed": (
+    TypeError,
+    "`seed` must be an integer, got 0.5",
+    lambda: ols.stochastic_rounding(optax.sgd(1.0), seed=0.5),
+  ),
+  "float16 moments": (
+    ValueError,
+    "`dtype` must be bfloat16, got .*float16.*: in float16 the squares",
+    lambda: ols.low_precision_state(optax.adam(1.0), jnp.float16),
+  ),
+  "no parameters": (
+    ValueError,
+    "`params` must be passed to update",
+    lambda: (tx := make("stochastic")).update(
+      jnp.ones(1), tx.init(jnp.ones(1, jnp.bfloat16))
+    ),
+  ),
+  "another state": (
+    TypeError,
+    "state",
+    lambda: ols.low_precision_state(optax.adam(1.0)).update(
+      jnp.ones(1), optax.EmptyState()
+    ),
+  ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_with_a_sentence(case):
+  error, match, call = REFUSED[case]
+  with jax.enable_x64(True), pytest.raises(error, match=match):
+    call()
+
+
+def moments(tx, steps=1000):
+  """Returns the squares that Adam keeps, of gradients that are all 1."""
+  params = {"large": jnp.zeros(SIZE), "small": jnp.zeros(SIZE - 1)}
+  gradients = jax.tree.map(jnp.ones_like, params)
+
+  @jax.jit
+  def scan(state):
+    update = lambda state, _: (tx.update(gradients, state)[1], None)  # noqa: E731
+    return jax.lax.scan(update, state, length=steps)[0]
+
+  state = scan(tx.init(params))
+  return optax.tree.get(state, "nu"), state
+
+
+def test_an_average_in_bfloat16_moves():
+  adam = optax.adam(1e-3)
+  true, _ = moments(adam)
+  found, state = moments(ols.low_precision_state(adam))
+  assert found["large"].dtype == jnp.bfloat16
+  assert found["small"].dtype == jnp.float32
+  assert optax.tree.get(state, "count").dtype == jnp.int32
+  assert abs(np.mean(np.float32(found["large"])) / true["large"][0] - 1) < 0.01
+  support.assert_same_bits(found["small"], true["small"])
+  # Rounded to the nearest, it stops where a step is half of the distance.
+  nearest = jnp.bfloat16(0)
+  for _ in range(1000):
+    nearest = (nearest * jnp.float32(0.999) + 0.001).astype(jnp.bfloat16)
+  assert nearest < 0.5 * true["large"][0]
+
+
+MASKS = {
+  "none": (None, {"mu": "bfloat16", "nu": "bfloat16"}),
+  "all": (True, {"mu": "bfloat16", "nu": "bfloat16"}),
+  "nothing": (False, {"mu": "float32", "nu": "float32"}),
+  "by path": (
+    lambda state: jax.tree.map_with_path(
+      lambda path, _: "nu" not in jax.tree_util.keystr(path), state
+    ),
+    {"mu": "bfloat16", "nu": "float32"},
+  ),
+  "a prefix": (
+    (optax.ScaleByAdamState(True, False, True), False),
+    {"mu": "float32", "nu": "bfloat16"},
+  ),
+}
+
+
+@pytest.mark.parametrize("case", MASKS)
+def test_a_mask_leaves_out_what_must_stay_wide(case):
+  mask, dtypes = MASKS[case]
+  tx = ols.low_precision_state(optax.adam(1e-3), mask=mask)
+  _, state = run(tx, jnp.zeros(SIZE), jnp.ones((2, SIZE)))
+  for name, dtype in dtypes.items():
+    assert optax.tree.get(state, name).dtype == dtype, name
+
+
+def test_what_an_optimizer_keeps_in_bfloat16_itself_stays_so():
+  tx = ols.low_precision_state(optax.adam(1e-3, mu_dtype=jnp.bfloat16))
+  _, state = run(tx, jnp.zeros(SIZE), jnp.ones((2, SIZE)))
+  assert optax.tree.get(state, "mu").dtype == jnp.bfloat16
+
+
+def both(inner):
+  return ols.stochastic_rounding(ols.low_precision_state(inner))
+
+
+PROGRAMS = {
+  "accumulation": lambda: both(optax.MultiSteps(optax.adam(1e-2), 2)),
+  "settings": lambda: both(
+    optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)
+  ),
+  "loss scaling": lambda: ols.loss_scaling(both(optax.adam(1e-2)), RULE),
+  "groups": lambda: optax.partition(
+    {"a": both(optax.adam(1e-2)), "b": remainders(optax.adam(1e-2))},
+    {"w": "a", "b": "b"},
+  ),
+  "momentum of shampoo's kind": lambda: both(optax.adafactor(1e-2)),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_train_anywhere(program):
+  tx = PROGRAMS[program]()
+  params = {
+    "w": normal(64, 64, dtype="bfloat16"),
+    "b": normal(64, seed=1, dtype="bfloat16"),
+  }
+
+  def loss_fn(params):
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    return jnp.mean(
+      (wide["w"] @ normal(64, 8, seed=2) + wide["b"][:, None]) ** 2
+    )
+
+  @jax.jit
+  def train(params, state):
+    def body(carry, _):
+      return step(tx, *carry, jax.grad(loss_fn)(carry[0])), None
+
+    return jax.lax.scan(body, (params, state), length=100)[0]
+
+  before = support.describe(tx.init(params))
+  after, state = train(params, tx.init(params))
+  assert support.describe(state) == before
+  assert loss_fn(after) < 0.8 * loss_fn(params)
+
+
+@pytest.mark.parametrize("axis_type", support.AXIS_TYPES)
+def test_sharded_arrays_round_as_whole_ones_do(axis_type):
+  tx = both(optax.adam(1e-2))
+  params = {"w": normal(64, 64, dtype="bfloat16")}
+  gradients = {"w": normal(64, 64, seed=1)}
+  expected = jax.jit(functools.partial(step, tx))(
+    params, tx.init(params), gradients
+  )
+  mesh = support.make_mesh(axis_type)
+  with jax.set_mesh(mesh):
+    for spec in (jax.P("data"), jax.P(None, "data"), jax.P()):
+      place = functools.partial(
+        jax.device_put, device=jax.NamedSharding(mesh, spec)
+      )
+      shared = jax.tree.map(place, params)
+      found = jax.jit(functools.partial(step, tx))(
+        shared, tx.init(shared), jax.tree.map(place, gradients)
+      )
+      assert found[0]["w"].sharding.is_equivalent_to(shared["w"].sharding, 2)
+      for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert np.array_equal(x, y)
+
+
+def test_replicas_round_alike_in_shard_map_and_members_in_vmap():
+  tx = both(optax.sgd(1e-3))
+  params = normal(8, dtype="bfloat16")
+
+  def update(x):
+    return step(tx, params, tx.init(params), jnp.mean(x) + 0 * params)[0]
+
+  x = jnp.ones((8, 4))
+  apart = jax.jit(support.on_each_device(update, support.SPREAD))(x)
+  for rows in (apart.reshape(8, -1), jax.jit(jax.vmap(update))(x)):
+    assert all(np.array_equal(row, rows[0]) for row in rows)
+
+
+def test_nnx_and_check_step_take_it():
+  model = nnx.Linear(8, 8, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+  tx = ols.loss_scaling(both(optax.adam(1e-2)), RULE)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  x = jnp.ones((4, 8))
+
+  def train_step(model, optimizer, x):
+    def loss_fn(model):
+      return jnp.mean(model(x).astype(jnp.float32) ** 2)
+
+    scaled = ols.nnx.scaled_value_and_grad(loss_fn, optimizer)
+    loss, grads = scaled(model)
+    optimizer.update(model, grads)
+    return loss
+
+  report = ols.instruments.check_step(train_step, model, optimizer, x)
+  assert report, report
+  losses = [float(nnx.jit(train_step)(model, optimizer, x)) for _ in range(9)]
+  assert losses[-1] < losses[0]
+
+
+@each_way
+def test_loss_scaling_does_not_ask_for_a_copy(way):
+  # A WiringWarning would be an error here.
+  make(way, "inside").init(jnp.ones(3, jnp.float16))
+  low = ols.loss_scaling(ols.low_precision_state(optax.sgd(1.0)), RULE)
+  with pytest.warns(ols.WiringWarning, match="should have master weights"):
+    low.init(jnp.ones(3, jnp.float16))
