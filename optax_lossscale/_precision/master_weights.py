@@ -67,7 +67,7 @@ class RemainderState(MasterWeightsState):
 
   @property
   def keeps_narrow(self) -> bool:
-    """True: `loss_scaling` must not widen the parameters, as it does else."""
+    """True: `loss_scaling` must leave the parameters in their own dtypes."""
     return True
 
 
@@ -115,10 +115,10 @@ def master_weights(
   Returns:
     A transformation whose state is a `MasterWeightsState`. Every real floating
     parameter has a master, which for a float32 parameter is simply a copy, or
-    with remainders the parameter itself. The
-    inner optimizer handles all other parameters directly. The leaves of Flax's
-    `_overwrite_with_gradient` collection bypass the inner optimizer, as in
-    `loss_scaling`. Updates have the parameters' dtypes.
+    with remainders the parameter itself. The inner optimizer handles all other
+    parameters directly. The leaves of Flax's `_overwrite_with_gradient`
+    collection bypass the inner optimizer, as in `loss_scaling`. Updates have
+    the parameters' dtypes.
 
   Raises:
     TypeError: if `inner` is not an optimizer or `dtype` is not a floating-point
@@ -249,7 +249,7 @@ def _move_by_remainder(
   way = rounding.nearest(master, dtype) - wide
   stays = skipped | (way == 0)
   way = jnp.where(stays, -0.0, bits.rounded(way, dtype))
-  # Far away no update may lead there. What counts is where the sum arrives.
+  # Far away no update may lead there, so take the place where the sum arrives.
   new = rounding.remainder(master, bits.rounded(wide + way, dtype), dtype)
   return way.astype(dtype), jnp.where(skipped, old, new)
 

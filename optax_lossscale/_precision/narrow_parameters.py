@@ -1,4 +1,4 @@
-"""What an optimizer of narrow parameters does, in whichever way it keeps more.
+"""Updates narrow parameters that stand for wider values.
 
 The inner optimizer gets each narrow parameter as the wide value that it stands
 for, and float32 gradients. A store says how a parameter stands for that value.
@@ -20,7 +20,7 @@ from optax_lossscale._step import states
 class Store(NamedTuple):
   """How parameters stand for wide values, by functions of one leaf.
 
-  What is kept for a leaf is a masked node if the leaf stands for itself.
+  A masked node is kept for a leaf that stands for itself.
 
   Attributes:
     read: returns the wide value from what is kept and the parameter.

@@ -73,8 +73,8 @@ def largest_master(dtype: DTypeLike) -> float:
 def nearest(master: jax.Array, dtype: DTypeLike) -> jax.Array:
   """Returns the parameter nearest to a master, in float32.
 
-  Halves are rounded away from zero. To even ones, a parameter would be nearest
-  to 2**16 + 1 masters, one more than a remainder can tell apart.
+  Halves are rounded away from zero. If they were rounded to even, a parameter
+  would have 2**16 + 1 masters, one more than a remainder can count.
   """
   if dtype == jnp.bfloat16:
     magnitude, is_negative = _split(master)
@@ -91,8 +91,8 @@ def remainder(
 ) -> jax.Array:
   """Returns int16, the part of a master that its parameter does not hold.
 
-  It counts units of 2**-16 of the distance to the next parameter. Where 16 bits
-  do not reach from the parameter to the master, it is the nearest that do.
+  It counts units of 2**-16 of the distance to the next parameter. If 16 bits
+  cannot reach the master, the result is their largest or smallest number.
 
   Args:
     master: float32.

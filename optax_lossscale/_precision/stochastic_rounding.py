@@ -19,6 +19,8 @@ from optax_lossscale._step import states as _states
 
 # Arrays of fewer elements save too little to be rounded.
 _SMALL = 4096
+# Part of each key, so that one seed does not round both alike.
+_PARAMETERS, _STATE = 0, 1
 
 
 class StochasticRoundingState(NamedTuple):
@@ -36,7 +38,7 @@ class StochasticRoundingState(NamedTuple):
 
   @property
   def keeps_narrow(self) -> bool:
-    """True: `loss_scaling` must not widen the parameters, as it does else."""
+    """True: `loss_scaling` must leave the parameters in their own dtypes."""
     return True
 
 
@@ -89,7 +91,7 @@ def stochastic_rounding(
     leaves the count and every parameter as they are.
 
   Raises:
-    TypeError: if `inner` is not an optimizer or `seed` is no integer; from
+    TypeError: if `inner` is not an optimizer or `seed` is not an integer; from
       `update`, if `state` is not the one that `init` made.
     ValueError: from `init`, if a parameter is in 8 bits; from `update`, if
       `params` is None.
@@ -119,7 +121,7 @@ def stochastic_rounding(
   first_seed = _check_seed(seed)
 
   def widen(x: jax.Array) -> jax.Array:
-    return rounding.seen(x) if _is_narrow(x) else x
+    return leaves.widen(x) if _is_narrow(x) else x
 
   def init(params: optax.Params) -> StochasticRoundingState:
     _, inner_state = narrow_parameters.init(inner, widen, params)
@@ -135,7 +137,7 @@ def stochastic_rounding(
   ) -> tuple[optax.Updates, StochasticRoundingState]:
     state = _states.check_kind(state, StochasticRoundingState)
     count = state.rounding_count
-    keys = _keys("parameters", state.rounding_seed, count, params)
+    keys = _keys(_PARAMETERS, state.rounding_seed, count, params)
     kept = jax.tree.map(
       lambda x, key: key if _is_narrow(x) else optax.MaskedNode(),
       leaves.leave_out(leaves.are_gradients(params), params),
@@ -163,10 +165,10 @@ def low_precision_state(
   """Wraps an optimizer so that its moments are stored in bfloat16.
 
   The inner optimizer gets its state in float32, and what it returns is rounded
-  stochastically. To the nearest number, the average of squares that Adam keeps
-  would stand still: its step is 1/1000 of the distance to the next square, and
-  two bfloat16 are up to 1/128 apart. Arrays of fewer than 4096 elements stay as
-  they are, and so do counts, keys and what is not float32.
+  stochastically. Rounding to the nearest number would stop the average of
+  squares that Adam keeps: each step is 1/1000 of the way to the new square, and
+  two bfloat16 are up to 1/128 apart. Arrays of fewer than 4096 elements keep
+  their dtype, and so do counts, keys and all that is not float32.
 
   Args:
     inner: the optimizer, any optax transformation or `optax.MultiSteps`, whose
@@ -183,7 +185,7 @@ def low_precision_state(
     A transformation with a state of half the size.
 
   Raises:
-    TypeError: if `inner` is not an optimizer or `seed` is no integer; from
+    TypeError: if `inner` is not an optimizer or `seed` is not an integer; from
       `update`, if `state` is not the one that `init` made.
     ValueError: if `dtype` is not bfloat16.
 
@@ -211,10 +213,10 @@ def low_precision_state(
     state: optax.OptState, seed: jax.Array, count: jax.Array
   ) -> LowPrecisionState:
     state = leaves.as_arrays(state)
-    keys = _keys("state", seed, count, state)
+    keys = _keys(_STATE, seed, count, state)
 
     def narrow_leaf(is_low: bool, x: jax.Array, key: jax.Array) -> jax.Array:
-      if not (is_low and _is_large(x) and x.dtype == jnp.float32):
+      if not (is_low and _is_large(x, jnp.float32)):
         return x
       found = rounding.stochastic(x, rounding.chances(x.shape, key))
       return found.astype(jnp.bfloat16)
@@ -239,9 +241,7 @@ def low_precision_state(
     state = _states.check_kind(state, LowPrecisionState)
     wide = jax.tree.map(
       lambda is_low, x: (
-        rounding.seen(x)
-        if is_low and _is_large(x) and x.dtype == jnp.bfloat16
-        else x
+        rounding.seen(x) if is_low and _is_large(x, jnp.bfloat16) else x
       ),
       masked(state.narrow_state),
       state.narrow_state,
@@ -270,17 +270,16 @@ _BY_CHANCE = narrow_parameters.Store(
 )
 
 
-def _keys(use: str, seed: jax.Array, count: jax.Array, tree: Tree) -> Tree:
+def _keys(use: int, seed: jax.Array, count: jax.Array, tree: Tree) -> Tree:
   """Returns a key for each leaf of a tree."""
-  # Parameters and moments with one seed are not to be rounded alike.
-  base = rounding.key(["parameters", "state"].index(use), seed, count)
+  base = rounding.key(use, seed, count)
   flat, structure = jax.tree.flatten(tree)
   found = [rounding.key(base, i) for i in range(len(flat))]
   return jax.tree.unflatten(structure, found)
 
 
 def _check_seed(seed: object) -> int:
-  """Returns a seed that fits in 32 bits; raises if it is no integer."""
+  """Returns a seed that fits in 32 bits; raises if it is not an integer."""
   return arguments.check_integer("seed", seed, unit="") % 2**32
 
 
@@ -288,5 +287,5 @@ def _is_narrow(x: object) -> bool:
   return rounding.is_narrow(x, "stochastic_rounding")
 
 
-def _is_large(x: object) -> bool:
-  return leaves.is_real(x) and x.size >= _SMALL
+def _is_large(x: object, dtype: DTypeLike) -> bool:
+  return leaves.is_real(x) and x.dtype == dtype and x.size >= _SMALL

@@ -132,7 +132,7 @@ def loss_scaling(
   def init(params: optax.Params) -> states.LossScalingState:
     kept = leaves.leave_out(leaves.are_gradients(params), params)
     inner_state = inner.init(kept if rule is None else leaves.widen(kept))
-    if states.keeps_narrow(inner_state):
+    if states.keeps_narrow(inner_state):  # Only a state says so.
       inner_state = inner.init(kept)
     requirements.check_inner_state(inner_state)
     if rule is None:

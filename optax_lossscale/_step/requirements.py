@@ -129,8 +129,8 @@ def check_masters(params: object, inner_state: object) -> None:
   may_freeze = any(not jax.tree.leaves(x) for x in masks)
   # Look for a field of this name: other optimizers have master weights too.
   names = {str(getattr(key, "name", "")) for path in paths for key in path}
-  keep = any("master" in x or x == "rounding_seed" for x in names)
-  if narrow and not may_freeze and not keep:
+  keeps = states.keeps_narrow(inner_state) or any("master" in x for x in names)
+  if narrow and not may_freeze and not keeps:
     wiring.warn(
       "parameters in float16 should have master weights, got float16"
       f"{_at(narrow[0])} and no masters in the state of `inner`: small updates "

@@ -77,11 +77,11 @@ def read_targets(names: str | Sequence[str]) -> list[Target]:
     names: several of them, or one text with commas in between.
 
   Raises:
-    ValueError: if a target is unknown, or there is none.
+    ValueError: if a target is unknown, or none is named.
   """
   if isinstance(names, str):
     names = [x.strip() for x in names.split(",")]
-  # What is no list, or has nothing in it, is no target either.
+  # An error about anything else shows it whole.
   listed: list[object] = [names]
   if isinstance(names, Sequence | Set) and names:
     listed = [*names]

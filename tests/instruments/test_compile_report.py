@@ -409,7 +409,7 @@ def test_launches_are_counted_in_loops_and_branches():
   assert [x.through for x in products[3:6]] == [
     *("a fusion by dot_bf16_bf16_f32", "cuBLAS in TF32", "a fusion"),
   ]
-  # A TPU converts what is to be multiplied in bfloat16.
+  # A TPU converts float32 operands to bfloat16 itself.
   *_, last = _compiled_program.products(
     asked, program, is_tpu=True, rounding="bfloat16"
   )
@@ -578,7 +578,7 @@ def test_an_interrupt_ends_the_compiler(compilers, tmp_path):
   )
   code = (
     "import signal, jax.numpy as jnp, optax_lossscale as ols\n"
-    # What a shell runs in the background ignores interrupts.
+    # A program in the background of a shell ignores interrupts.
     "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     f"ols.instruments.compile_report(jnp.sin, 1., compilers={str(folder)!r})"
   )

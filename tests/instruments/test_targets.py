@@ -216,8 +216,8 @@ def wide(x):
 
 
 WEIGHT = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-# What becomes of a bfloat16 or float16 in each place: "dropped" on every GPU,
-# on those "before" Hopper, or kept.
+# The fate of a bfloat16 or float16 in each place: "dropped" on every GPU, on
+# those "before" Hopper, or kept.
 USES = {
   "a branch": (
     lambda x: lax.cond(
@@ -280,7 +280,7 @@ def test_each_use_of_a_narrowing_counts(target, allow):
 
 
 def by_neighbors(x, key):
-  """Rounds stochastically, as it is mostly written."""
+  """Rounds stochastically, in the usual ten lines."""
   near = x.astype(jnp.bfloat16)
   back = near.astype(jnp.float32)
   gap = jnp.abs(back) * 2.0**-8
@@ -307,10 +307,12 @@ def test_roundings_that_are_plain_casts_are_lost_on_gpus(target):
     assert (False in fates) == (target in GPUS), step.__name__
 
 
+# How an optimizer is wrapped, and for each leaf the roundings in float32 and
+# the operations on bits.
 INNER = {
-  "remainder": lambda x: ols.master_weights(x, store="remainder"),
-  "stochastic": ols.stochastic_rounding,
-  "state": ols.low_precision_state,
+  "remainder": (lambda x: ols.master_weights(x, store="remainder"), (3, 4)),
+  "stochastic": (ols.stochastic_rounding, (3, 10)),
+  "state": (ols.low_precision_state, (2, 4)),
 }
 
 
@@ -319,6 +321,7 @@ INNER = {
 def test_sixteen_bit_parameters_keep_their_roundings_and_need_no_more(
   target, way
 ):
+  wrap, asked = INNER[way]
   params = sorted(cases.update("bare")[2], key=lambda x: x.size)[-8:-1]
   dtype = jnp.float32 if way == "state" else jnp.bfloat16
   params = [x.update(dtype=dtype) for x in params]
@@ -333,16 +336,18 @@ def test_sixteen_bit_parameters_keep_their_roundings_and_need_no_more(
 
   adam = optax.adamw(1e-3)
   report = ols.instruments.compile_report(
-    *make(INNER[way](adam)), targets=target, baseline=make(adam)
+    *make(wrap(adam)), targets=target, baseline=make(adam)
   )
   found, bare = report.steps[target], report.baselines[target]
   assert not found.error and not bare.error
   size = sum(x.size for x in params) * jnp.dtype(dtype).itemsize
   more = found.temporaries - bare.temporaries
   assert more <= (0.02 if target in GPUS else 0.15) * size
-  # A narrowing that is lost is one of numbers that are narrow already.
-  text = found.text
-  assert text.count("reduce-precision") or "4294901760" in text
+  # Whatever is asked for by a leaf is there, or more, if XLA computes it twice.
+  for operation, count in zip(
+    (" reduce-precision(", " and("), asked, strict=True
+  ):
+    assert found.text.count(operation) >= count * len(params), operation
 
 
 # The figures of docs/costs.md, within bounds for another version of JAX.

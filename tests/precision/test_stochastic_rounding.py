@@ -454,8 +454,10 @@ def test_nnx_and_check_step_take_it():
 
 @each_way
 def test_loss_scaling_does_not_ask_for_a_copy(way):
-  # A WiringWarning would be an error here.
-  make(way, "inside").init(jnp.ones(3, jnp.float16))
+  # A WiringWarning would be an error here. Shapes are enough.
+  shape = jax.ShapeDtypeStruct((3,), jnp.float16)
+  for params in (shape, jnp.ones(3, jnp.float16)):
+    make(way, "inside").init(params)
   low = ols.loss_scaling(ols.low_precision_state(optax.sgd(1.0)), RULE)
   with pytest.warns(ols.WiringWarning, match="should have master weights"):
     low.init(jnp.ones(3, jnp.float16))
