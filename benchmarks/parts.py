@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks import autocast_models
+from benchmarks import cases
 from benchmarks import command
 from benchmarks import compilation
 from benchmarks import gpt2
@@ -30,8 +31,14 @@ from benchmarks import report
 from benchmarks import rounds as rounds_lib
 import optax_lossscale as ols
 
-_PARTS = ("step", "batch norm", "accumulation", "autocast", "compile")
-_COLUMNS = ("", "over", "ms", "ratio", "temporaries", "trace ms", "compile ms")
+_PARTS = (
+  *("step", "batch norm", "accumulation", "16-bit parameters", "autocast"),
+  "compile",
+)
+_COLUMNS = (
+  *("", "over", "bytes", "ms", "ratio", "temporaries", "trace ms"),
+  "compile ms",
+)
 _ADAMW = optax.adamw(1e-4)
 _SCALED = ols.loss_scaling(_ADAMW, ols.DynamicLossScale(2.0**10))
 _MICROBATCHES = 4
@@ -222,6 +229,45 @@ def accumulation(
   }
 
 
+def sixteen_bit(case: cases.Case) -> Contenders:
+  """Returns updates of AdamW on parameters in float32 and in bfloat16.
+
+  Args:
+    case: the parameters, and gradients of the parameters' dtype.
+  """
+  small = ols.low_precision_state(_ADAMW)
+  remainders = functools.partial(ols.master_weights, store="remainder")
+
+  def program(
+    tx: optax.GradientTransformation, dtype: jax.typing.DTypeLike
+  ) -> Program:
+    def step(state: Any, grads: Any) -> Any:
+      updates, opt_state = tx.update(grads, state[1], state[0])
+      return (optax.apply_updates(state[0], updates), opt_state), None
+
+    params, grads = (
+      [jnp.asarray(x, dtype) for x in tree]
+      for tree in (case.make_params(), cases.unscaled(case.make_scaled_grads()))
+    )
+    state = params, tx.init(params)
+    made = Program(step, state, grads, "float32")
+    stored = sum(x.nbytes for x in jax.tree.leaves(state))
+    made.figures["bytes"] = stored / case.parameters
+    return made
+
+  return {"float32": program(_ADAMW, jnp.float32)} | {
+    name: program(tx, jnp.bfloat16)
+    for name, tx in {
+      "bfloat16, to the nearest": _ADAMW,
+      "a copy": ols.master_weights(_ADAMW),
+      "a remainder": remainders(_ADAMW),
+      "stochastic rounding": ols.stochastic_rounding(_ADAMW),
+      "a remainder, bfloat16 moments": remainders(small),
+      "stochastic rounding, bfloat16 moments": ols.stochastic_rounding(small),
+    }.items()
+  }
+
+
 def autocast(
   loss_fn: gpt2.LossFn, params: Any, batch: gpt2.Batch
 ) -> Contenders:
@@ -325,6 +371,9 @@ def _makers(tiny: bool) -> dict[str, Callable[[], Contenders]]:
     "batch norm": of_resnet,
     "accumulation, GPT-2": partial(of_gpt2, accumulation),
     "accumulation, MLP, batch 128": partial(of_mlp, accumulation, mlp),
+    "16-bit parameters": lambda: sixteen_bit(
+      cases.make_case("73", "float32", tiny=tiny)
+    ),
     "autocast, 48 layers": partial(of_gpt2, autocast, 2 if tiny else 48),
     **{
       f"compile, {count} leaves, {layout}": partial(
@@ -371,6 +420,7 @@ def _cells(name: str, row: dict[str, Any]) -> list[str]:
   return [
     name,
     row["over"],
+    f"{row['bytes']:.2f}" if "bytes" in row else "",
     f"{1e3 * row['seconds'].median:,.1f}",
     f"{median:.3f} [{low:.3f}, {high:.3f}]",
     f"{row['temporaries']:.1%}" if "temporaries" in row else "",

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 import pytest
@@ -236,6 +237,21 @@ def assert_prints(printed, shown, place="The code"):
   numbers = [float(x) for x in decimal.findall(printed)]
   expected = [float(x) for x in decimal.findall(shown)]
   assert numbers == pytest.approx(expected, rel=0.1), message
+
+
+def assert_shows(picture, within):
+  """Asserts that a picture is the one in docs/images of the same name.
+
+  Args:
+    picture: the path of a file.
+    within: the mean difference of a pixel's colors, from 0 to 1. Another
+      version of matplotlib may draw letters and edges otherwise.
+  """
+  drawn, stored = map(
+    plt.imread, (picture, ROOT / "docs" / "images" / picture.name)
+  )
+  assert drawn.shape == stored.shape
+  assert np.abs(drawn - stored).mean() < within
 
 
 def _defined_first(code):

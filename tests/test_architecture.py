@@ -40,7 +40,7 @@ LINES = {
 # Triples of a package, how many lines more it has, and what they are for.
 GROWN: list[tuple[str, int, str]] = [
   ("instruments", 1460, "`compile_report`, and what reads compiled programs"),
-  ("_precision", 675, "remainders, stochastic rounding, bfloat16 moments"),
+  ("_precision", 686, "remainders, stochastic rounding, bfloat16 moments"),
   ("_step", 16, "`loss_scaling` around them sees the parameters' own dtypes"),
   ("__init__", 4, "their two names"),
   ("cli", 72, "`doctor --on` and `doctor --make-compilers`"),
@@ -49,7 +49,7 @@ GROWN: list[tuple[str, int, str]] = [
 SLACK = 10
 
 # The most lines and functions of all tests, and lines of a function.
-MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 31_685, 1_170, 60
+MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 32_260, 1_176, 60
 
 
 def layers():

@@ -6,6 +6,9 @@ import subprocess
 import sys
 import tomllib
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import optax_lossscale as ols
@@ -90,3 +93,15 @@ def test_the_status_is_that_of_the_package():
   highest = re.findall(r"Python :: (3\.\d+)", str(project["classifiers"]))[-1]
   assert f"Python {lowest} to {highest}" in one_line
   assert f"Version {ols.__version__}," in README
+
+
+def test_bfloat16_parameters_and_their_state_take_the_bytes_of_the_table():
+  table = documents.section(README, "Parameters in bfloat16")
+  ways = dict(re.findall(r"`(ols\..*)`.* \| (\d+) \|$", table, re.MULTILINE))
+  assert len(ways) == 4
+  params = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+  for code, shown in ways.items():
+    tx = eval(code, {"ols": ols, "adam": optax.adam(1e-3)})
+    stored = jax.tree.leaves((params, jax.eval_shape(tx.init, params)))
+    each = sum(x.size * x.dtype.itemsize for x in stored) / params.size
+    assert each == pytest.approx(int(shown), abs=1e-3), code

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import machine
+from benchmarks.truth import misses
 from benchmarks.truth import page
 from benchmarks.truth import results
 from benchmarks.truth import settings
@@ -56,8 +57,8 @@ def _missing(
 ) -> Iterator[tuple[str, str]]:
   """Yields the rows that were asked for and have no file."""
   for name, workload in workloads.items():
-    usual = settings.of(full=workload.full)
-    for setting in settings.SETTINGS:
+    usual = settings.of(full=workload.full, sixteen_bit=workload.sixteen_bit)
+    for setting in settings.ALL:
       is_named = f"{name}/{setting}" in arguments.only
       is_meant = not arguments.only or name in arguments.only
       if not (is_named or (is_meant and setting in usual)):
@@ -77,7 +78,7 @@ def _train(
   print(f"{name}/{setting}:", end=" ", flush=True)
   started = time.monotonic()
   trained = training.train(
-    workload, settings.SETTINGS[setting], steps=arguments.steps
+    workload, settings.ALL[setting], steps=arguments.steps
   )
   words = ["python", "-m", "benchmarks", "truth", "--only", f"{name}/{setting}"]
   if arguments.steps is not None:
@@ -95,6 +96,11 @@ def _train(
     )
     results.write(
       results.path(arguments.rows, name, results.HISTOGRAM), about, counted
+    )
+  if setting == settings.REMAINDER:
+    missed = misses.count(workload, steps=arguments.steps)
+    results.write(
+      results.path(arguments.rows, name, results.MISSED), about, missed
     )
   results.write(
     results.path(arguments.rows, name, setting), about, trained.points
@@ -145,8 +151,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
       "Interrupt it at any time: what is finished is kept."
     ),
     epilog=(
-      f"Workloads: {', '.join(WORKLOADS)}. Settings: "
-      f"{', '.join(settings.SETTINGS)}."
+      f"Workloads: {', '.join(WORKLOADS)}. Settings: {', '.join(settings.ALL)}."
     ),
   )
   parser.add_argument(
@@ -156,11 +161,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     metavar="NAME",
     choices=[
       *WORKLOADS,
-      *(
-        f"{name}/{setting}"
-        for name in WORKLOADS
-        for setting in settings.SETTINGS
-      ),
+      *(f"{name}/{setting}" for name in WORKLOADS for setting in settings.ALL),
     ],
     help="workloads, or single rows such as lstm/dynamic",
   )

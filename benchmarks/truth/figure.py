@@ -26,6 +26,15 @@ _STYLES = {
   "headroom": axes_lib.Style("#000000", 1.2, 2.5, "--"),
   "saturating": axes_lib.Style("#CC79A7", 1.2, 2.6, "-."),
 }
+_SIXTEEN_BIT_STYLES = {
+  settings.REFERENCE: axes_lib.Style("#CCCCCC", 8.0, 2.1),
+  "nearest": axes_lib.Style("#D55E00", 3.0, 2.2),
+  "copy": axes_lib.Style("#E69F00", 3.0, 2.3),
+  settings.REMAINDER: axes_lib.Style("#000000", 1.2, 2.4, "--"),
+  "stochastic": axes_lib.Style("#0072B2", 2.0, 2.5),
+  "remainder-low": axes_lib.Style("#CC79A7", 1.2, 2.6, "-."),
+  "stochastic-low": axes_lib.Style("#009E73", 2.0, 2.7, ":"),
+}
 
 # A setting that would make the others so many times smaller is left out.
 _FAR = 20
@@ -45,20 +54,50 @@ def draw(
   """
   figure = Figure(figsize=(12, 4), layout="constrained")
   left, right = figure.subplots(1, 2, width_ratios=(1, 1))
-  for name in settings.SETTINGS:
-    if name in rows and name in _STYLES:
-      _draw_scores(left, name, rows[name])
-  _fit(left)
-  left.set_ylabel(workload.score_name)
-  left.legend(fontsize="small")
-  axes_lib.step_axis(left)
+  _draw_scores(left, workload, rows, _STYLES)
   _draw_histogram(right, counted)
-  for axes in (left, right):
-    axes.grid(alpha=0.3)
+  right.grid(alpha=0.3)
   return figure
 
 
-def _draw_scores(axes: Axes, name: str, row: results.Row) -> None:
+def draw_sixteen_bit(
+  workloads: Mapping[str, workload_lib.Workload],
+  rows: Mapping[str, Mapping[str, results.Row]],
+) -> Figure:
+  """Draws how workloads train with parameters in bfloat16.
+
+  Args:
+    workloads: what was trained.
+    rows: by workload and setting.
+  """
+  figure = Figure(figsize=(4 * len(workloads), 4), layout="constrained")
+  every = figure.subplots(1, len(workloads), squeeze=False)[0]
+  for axes, (name, workload) in zip(every, workloads.items(), strict=True):
+    _draw_scores(axes, workload, rows[name], _SIXTEEN_BIT_STYLES)
+    axes.set_title(name)
+  return figure
+
+
+def _draw_scores(
+  axes: Axes,
+  workload: workload_lib.Workload,
+  rows: Mapping[str, results.Row],
+  styles: Mapping[str, axes_lib.Style],
+) -> None:
+  """Draws the settings that have a style."""
+  for name, style in styles.items():
+    if name in rows:
+      _draw_setting(axes, name, rows[name], style)
+  _fit(axes)
+  axes.set_ylabel(workload.score_name)
+  axes.legend(fontsize="small")
+  axes_lib.step_axis(axes)
+  axes.grid(alpha=0.3)
+
+
+def _draw_setting(
+  axes: Axes, name: str, row: results.Row, style: axes_lib.Style
+) -> None:
   """Draws the mean over the seeds, in a band of one standard deviation."""
   by_step = itertools.groupby(
     sorted(row.points, key=lambda x: x.step), key=lambda x: x.step
@@ -67,12 +106,12 @@ def _draw_scores(axes: Axes, name: str, row: results.Row) -> None:
   steps = np.array(list(scores))
   means = np.array([np.mean(x) for x in scores.values()])
   deviations = np.array([np.std(x, ddof=1) for x in scores.values()])
-  axes.plot(steps, means, label=name, **_STYLES[name]._asdict())
+  axes.plot(steps, means, label=name, **style._asdict())
   axes.fill_between(
     steps,
     means - deviations,
     means + deviations,
-    color=_STYLES[name].color,
+    color=style.color,
     alpha=0.1,
     linewidth=0,
   )

@@ -4,9 +4,12 @@ from collections.abc import Mapping
 import pathlib
 import re
 
+from matplotlib.figure import Figure
+
 from benchmarks import report
 from benchmarks.truth import figure
 from benchmarks.truth import results
+from benchmarks.truth import settings
 from benchmarks.truth import table
 from benchmarks.truth import workload as workload_lib
 
@@ -39,11 +42,14 @@ def write(
     file = results.path(folder, name, results.HISTOGRAM)
     if file.exists():
       _, counted = results.read(file, results.Counted)
-      picture = appendix / "images" / f"{name}.png"
-      picture.parent.mkdir(exist_ok=True)
-      drawn = figure.draw(workloads[name], found, counted)
-      with report.replacing(picture) as temporary:
-        drawn.savefig(temporary, format="png", dpi=110)
+      _save(figure.draw(workloads[name], found, counted), appendix, name)
+  narrow = {
+    name: x
+    for name, x in workloads.items()
+    if x.sixteen_bit and settings.REFERENCE in rows[name]
+  }
+  if narrow:
+    _save(figure.draw_sixteen_bit(narrow, rows), appendix, "sixteen_bit")
   path = appendix / NAME
   content = path.read_text(encoding="utf-8")
   if _BEGIN not in content or _END not in content:
@@ -52,3 +58,10 @@ def write(
   made = f"{_BEGIN}\n\n{text}\n\n{_END}"
   renewed = re.sub(pattern, lambda _: made, content, flags=re.DOTALL)
   path.write_text(renewed, encoding="utf-8")
+
+
+def _save(drawn: Figure, appendix: pathlib.Path, name: str) -> None:
+  picture = appendix / "images" / f"{name}.png"
+  picture.parent.mkdir(exist_ok=True)
+  with report.replacing(picture) as temporary:
+    drawn.savefig(temporary, format="png", dpi=110)

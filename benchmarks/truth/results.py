@@ -16,6 +16,9 @@ FOLDER = pathlib.Path(__file__).parent / "rows"
 # The files beside those of the settings, made with float32's.
 SCREEN, HISTOGRAM = "screen", "histogram"
 
+# The file made with that of remainders.
+MISSED = "missed"
+
 # Stands for the exponent of 0.
 ZERO = -1000
 
@@ -88,7 +91,7 @@ def path(folder: pathlib.Path, workload: str, row: str) -> pathlib.Path:
 
 def load(folder: pathlib.Path, workload: str) -> dict[str, Row]:
   """Returns the settings of a workload that have a file."""
-  files = {x: path(folder, workload, x) for x in settings.SETTINGS}
+  files = {x: path(folder, workload, x) for x in settings.ALL}
   return {
     name: Row(*read(file, training.Point))
     for name, file in files.items()

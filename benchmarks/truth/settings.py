@@ -1,10 +1,13 @@
 """The precisions and loss scales in which each workload is trained."""
 
+from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+import optax
 
 import optax_lossscale as ols
 
@@ -25,6 +28,11 @@ class Setting:
   # float16 saturates, as on an Ascend 910A, instead of overflowing.
   saturating: bool = False
   first_seed: int = 0
+  parameters: DTypeLike = jnp.float32  # Stored, and widened for the loss.
+  # Makes the optimizer from that of the workload.
+  wrap: Callable[
+    [optax.GradientTransformation], optax.GradientTransformation
+  ] = lambda inner: inner
 
   @property
   def seeds(self) -> range:
@@ -35,6 +43,7 @@ class Setting:
 REFERENCE = "float32"
 UNSCALED = "float16"
 DEFAULT = "dynamic"
+REMAINDER = "remainder"
 
 SETTINGS: Mapping[str, Setting] = {
   # With S = 1, since without loss scaling XLA makes another program, whose
@@ -72,6 +81,35 @@ SETTINGS: Mapping[str, Setting] = {
   ),
 }
 
+_sixteen_bit = functools.partial(
+  Setting, dtype=jnp.bfloat16, parameters=jnp.bfloat16
+)
+
+# Parameters and products in bfloat16, without loss scaling.
+SIXTEEN_BIT: Mapping[str, Setting] = {
+  "nearest": _sixteen_bit("`optax.adam`, and sums to the nearest bfloat16"),
+  "copy": _sixteen_bit("`ols.master_weights`", wrap=ols.master_weights),
+  REMAINDER: _sixteen_bit(
+    '`ols.master_weights(..., store="remainder")`',
+    wrap=lambda inner: ols.master_weights(inner, store="remainder"),
+  ),
+  "stochastic": _sixteen_bit(
+    "`ols.stochastic_rounding`", wrap=ols.stochastic_rounding
+  ),
+  "remainder-low": _sixteen_bit(
+    "remainders around `ols.low_precision_state`",
+    wrap=lambda inner: ols.master_weights(
+      ols.low_precision_state(inner), store="remainder"
+    ),
+  ),
+  "stochastic-low": _sixteen_bit(
+    "stochastic rounding around `ols.low_precision_state`",
+    wrap=lambda inner: ols.stochastic_rounding(ols.low_precision_state(inner)),
+  ),
+}
+
+ALL: Mapping[str, Setting] = {**SETTINGS, **SIXTEEN_BIT}
+
 # These guard the verdict: it must find no difference in them.
 NULLS = ("null-scaled", "null-seeds")
 
@@ -79,10 +117,12 @@ NULLS = ("null-scaled", "null-seeds")
 _FEW = (REFERENCE, UNSCALED, DEFAULT, *NULLS)
 
 
-def of(*, full: bool) -> list[str]:
+def of(*, full: bool, sixteen_bit: bool) -> list[str]:
   """Returns the names of the settings of a workload.
 
   Args:
     full: all, or those that show that it needs no loss scaling.
+    sixteen_bit: also those with parameters in bfloat16.
   """
-  return list(SETTINGS if full else _FEW)
+  scaling = SETTINGS if full else _FEW
+  return [*scaling, *(SIXTEEN_BIT if sixteen_bit else ())]

@@ -9,6 +9,7 @@ import textwrap
 import numpy as np
 
 from benchmarks import report
+from benchmarks.truth import misses
 from benchmarks.truth import results
 from benchmarks.truth import settings
 from benchmarks.truth import verdict
@@ -28,7 +29,8 @@ def text(workloads: Workloads, rows: Rows, folder: pathlib.Path) -> str:
     folder: where the files are, those of the screen among them.
 
   Returns:
-    Markdown: what was trained, how, the rule, and four tables.
+    Markdown: what was trained, how, the rule, and four tables; then three of
+    the workloads with parameters in 16 bits, if there are any.
   """
   scored = [x for x in settings.SETTINGS if x not in settings.NULLS]
   compared = {
@@ -45,7 +47,12 @@ def text(workloads: Workloads, rows: Rows, folder: pathlib.Path) -> str:
     ),
     (
       ("mean and deviation of the score", *scored, "reading"),
-      _scores(workloads, rows, compared, scored),
+      (
+        (*row, _reading(compared[name]))
+        for name, row in zip(
+          workloads, _scores(workloads, rows, scored), strict=True
+        )
+      ),
     ),
     (
       ("difference from float32", *scored[1:], "visible"),
@@ -72,7 +79,33 @@ def text(workloads: Workloads, rows: Rows, folder: pathlib.Path) -> str:
       _list({name: x.description for name, x in settings.SETTINGS.items()}),
       textwrap.fill(verdict.RULE, 92),
       *(report.markdown(header, body) for header, body in tables),
+      *_sixteen_bit(workloads, rows, compared, folder),
     ]
+  )
+
+
+def _sixteen_bit(
+  workloads: Workloads, rows: Rows, compared: Compared, folder: pathlib.Path
+) -> Iterator[str]:
+  """Yields what `text` says of parameters in 16 bits."""
+  workloads = {name: x for name, x in workloads.items() if x.sixteen_bit}
+  if not workloads:
+    return
+  yield _list({name: x.description for name, x in settings.SIXTEEN_BIT.items()})
+  names = [settings.REFERENCE, "bfloat16", *settings.SIXTEEN_BIT]
+  yield report.markdown(
+    ("parameters in bfloat16", *names), _scores(workloads, rows, names)
+  )
+  yield report.markdown(
+    ("difference from float32", *names[1:], "visible"),
+    _differences(workloads, compared, names[1:]),
+  )
+  yield report.markdown(
+    (
+      *("masters missed", "in the first step", "mean of all steps"),
+      *("the largest miss, relative to its update",),
+    ),
+    _missed(workloads, folder),
   )
 
 
@@ -125,18 +158,35 @@ def _screen(
 
 
 def _scores(
-  workloads: Workloads, rows: Rows, compared: Compared, names: list[str]
+  workloads: Workloads, rows: Rows, names: list[str]
 ) -> Iterator[tuple[str, ...]]:
-  """Yields the mean and deviation in each setting, the skips, the verdicts."""
+  """Yields the mean and deviation in each setting, and the skips."""
   for name, workload in workloads.items():
-    verdicts = {x: found.verdict for x, found in compared[name].items()}
-    cells = [
+    cells = (
       _score(rows[name][x], workload.matters) if x in rows[name] else ""
       for x in names
-    ]
-    is_complete = {settings.UNSCALED, settings.DEFAULT} <= {*verdicts}
-    reading = verdict.reading(verdicts) if is_complete else ""
-    yield f"{name}: {workload.score_name}", *cells, reading
+    )
+    yield f"{name}: {workload.score_name}", *cells
+
+
+def _reading(found: Mapping[str, verdict.Comparison]) -> str:
+  """Returns what a workload says of loss scaling, if it was trained so."""
+  verdicts = {x: each.verdict for x, each in found.items()}
+  is_complete = {settings.UNSCALED, settings.DEFAULT} <= {*verdicts}
+  return verdict.reading(verdicts) if is_complete else ""
+
+
+def _missed(
+  workloads: Workloads, folder: pathlib.Path
+) -> Iterator[tuple[str, ...]]:
+  """Yields how often, and by how much, remainders cannot hold the masters."""
+  for name in workloads:
+    file = results.path(folder, name, results.MISSED)
+    if file.exists():
+      _, missed = results.read(file, misses.Missed)
+      shares = [x.share for x in missed]
+      most = max(x.error for x in missed)
+      yield name, f"{shares[0]:.2%}", f"{np.mean(shares):.3%}", f"{most:.2%}"
 
 
 def _differences(

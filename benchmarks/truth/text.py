@@ -87,6 +87,7 @@ def make_workload(
   description: str,
   score_name: str,
   steps: int,
+  sixteen_bit: bool = False,
 ) -> workload.Workload:
   """Returns the training of a language model on the mean cross-entropy."""
   held_out = data.test(sequences)
@@ -109,6 +110,7 @@ def make_workload(
     matters=0.02,
     rate=3e-3,
     steps=steps,
+    sixteen_bit=sixteen_bit,
   )
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
 import optax
 
@@ -99,10 +100,12 @@ def _program(
   if setting.saturating:
     # The parameters are float32, so their gradients are in any precision.
     check = ols.saturated(setting.dtype)
-  tx = ols.loss_scaling(workload.optimizer, setting.rule, check=check)
+  tx = ols.loss_scaling(
+    setting.wrap(workload.optimizer), setting.rule, check=check
+  )
 
   def init(key: jax.Array) -> Any:
-    params = workload.init(key)
+    params = cast(workload.init(key), setting.parameters)
     return params, tx.init(params)
 
   def advance(key: jax.Array, state: Any, steps: jax.Array) -> Any:
@@ -119,7 +122,7 @@ def _program(
   def score(state: Any) -> Any:
     params, opt_state = state
     metrics = ols.loss_scale_metrics(opt_state)
-    found = workload.score(params)
+    found = workload.score(cast(params, jnp.float32))
     return found, metrics["skipped_steps"], metrics["loss_scale"]
 
   def over_seeds(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,7 +150,17 @@ def lowered(
   loss = workload.loss
   if setting.dtype != jnp.float32:
     loss = ols.autocast(loss, settings.LEVEL, dtype=setting.dtype)
-  return ols.hardware.emulate_saturation(loss) if setting.saturating else loss
+  if setting.saturating:
+    loss = ols.hardware.emulate_saturation(loss)
+  if setting.parameters == jnp.float32:
+    return loss
+  # The rest is as with float32 parameters; their gradients have 16 bits.
+  return lambda params, batch: loss(cast(params, jnp.float32), batch)
+
+
+def cast(params: workload_lib.Params, dtype: DTypeLike) -> workload_lib.Params:
+  """Returns the parameters in a dtype."""
+  return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
 def _of_first_seed(params: Any) -> Any:

@@ -213,7 +213,7 @@ def _first_copy(x: object) -> object:
 def _first_remainder(x: object) -> object:
   if not rounding.is_narrow(x, _NAME):
     return optax.MaskedNode()
-  return jnp.zeros(x.shape, jnp.int16)
+  return jnp.zeros_like(x, jnp.int16)
 
 
 def _move_copy(

@@ -85,7 +85,7 @@ def update(
   inner_updates, inner_state = inner.update(
     gradients, inner_state, wide, **extra_args
   )
-  skipped = _is_skipped(inner_state)
+  skipped = is_skipped(inner_state)
 
   def move(
     kept: jax.Array, wide: jax.Array, update: jax.Array | None, param: jax.Array
@@ -127,7 +127,7 @@ def is_absent(kept: object) -> bool:
   return kept is None or isinstance(kept, optax.MaskedNode)
 
 
-def _is_skipped(inner_state: optax.OptState) -> jax.Array:
+def is_skipped(inner_state: optax.OptState) -> jax.Array:
   """Returns True if the loss scaling in `inner`, if any, skipped the step."""
   found = states.find_states(inner_state).values()
   skipped = [x.skipped for x in found] or [jnp.full((), False)]

@@ -17,6 +17,8 @@ from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
 
 _HALF = 1 << 15
+# The bits of float32.
+_LARGEST_BFLOAT16 = 0x7F7F_0000
 
 
 class _Split(NamedTuple):
@@ -153,10 +155,10 @@ def stochastic(x: jax.Array, chance: jax.Array) -> jax.Array:
     x: float32; a finite one beyond the largest bfloat16 becomes that.
     chance: float32 in [0, 1), like x, evenly spread.
   """
-  magnitude, is_negative = _split(_clip(x, jnp.bfloat16))
-  # In integers, since a CPU makes differences of the smallest numbers 0.
+  # In integers, since a CPU makes 0 of the smallest numbers.
+  magnitude, is_negative = _split(x)
   added = (chance * 2.0**16).astype(jnp.int32)
-  rounded = (magnitude + added) & ~0xFFFF
+  rounded = jnp.minimum((magnitude + added) & ~0xFFFF, _LARGEST_BFLOAT16)
   return jnp.where(jnp.isfinite(x), _join(rounded, is_negative), x)
 
 

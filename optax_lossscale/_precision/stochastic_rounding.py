@@ -47,7 +47,7 @@ class LowPrecisionState(NamedTuple):
 
   Attributes:
     state_seed: uint32[], decides every rounding together with the count.
-    state_count: int32[], how many steps were taken.
+    state_count: int32[], how many steps were applied.
     narrow_state: the wrapped optimizer's state, with its large arrays in 16
       bits.
   """
@@ -168,7 +168,8 @@ def low_precision_state(
   stochastically. Rounding to the nearest number would stop the average of
   squares that Adam keeps: each step is 1/1000 of the way to the new square, and
   two bfloat16 are up to 1/128 apart. Arrays of fewer than 4096 elements keep
-  their dtype, and so do counts, keys and all that is not float32.
+  their dtype, and so do counts, keys and all that is not float32. A step that
+  `loss_scaling` in `inner` skips changes no bit.
 
   Args:
     inner: the optimizer, any optax transformation or `optax.MultiSteps`, whose
@@ -210,27 +211,33 @@ def low_precision_state(
   first_seed = _check_seed(seed)
 
   def narrow(
-    state: optax.OptState, seed: jax.Array, count: jax.Array
-  ) -> LowPrecisionState:
-    state = leaves.as_arrays(state)
+    state: optax.OptState, is_low: object, seed: jax.Array, count: jax.Array
+  ) -> optax.OptState:
     keys = _keys(_STATE, seed, count, state)
 
     def narrow_leaf(is_low: bool, x: jax.Array, key: jax.Array) -> jax.Array:
-      if not (is_low and _is_large(x, jnp.float32)):
+      if not (is_low and x.dtype == jnp.float32):
         return x
       found = rounding.stochastic(x, rounding.chances(x.shape, key))
       return found.astype(jnp.bfloat16)
 
-    return LowPrecisionState(
-      seed, count, jax.tree.map(narrow_leaf, masked(state), state, keys)
+    return jax.tree.map(narrow_leaf, is_low, state, keys)
+
+  def chosen(state: optax.OptState, dtype: DTypeLike, least: int) -> object:
+    given = mask(state) if callable(mask) else mask
+    return jax.tree.map(
+      lambda is_low, x: (
+        is_low and leaves.is_real(x) and x.dtype == dtype and x.size >= least
+      ),
+      jax.tree.broadcast(True if given is None else given, state),
+      state,
     )
 
-  def masked(state: optax.OptState) -> object:
-    given = mask(state) if callable(mask) else mask
-    return jax.tree.broadcast(True if given is None else given, state)
-
   def init(params: optax.Params) -> LowPrecisionState:
-    return narrow(inner.init(params), jnp.uint32(first_seed), jnp.int32(0))
+    state = leaves.as_arrays(inner.init(params))
+    is_low = chosen(state, jnp.float32, _SMALL)
+    seed, count = jnp.uint32(first_seed), jnp.int32(0)
+    return LowPrecisionState(seed, count, narrow(state, is_low, seed, count))
 
   def update(
     updates: optax.Updates,
@@ -239,16 +246,25 @@ def low_precision_state(
     **extra_args: object,
   ) -> tuple[optax.Updates, LowPrecisionState]:
     state = _states.check_kind(state, LowPrecisionState)
+    old, count = state.narrow_state, state.state_count
+    # The dtype says what `init` has rounded; inside `shard_map` the size is
+    # that of a shard.
+    is_low = chosen(old, jnp.bfloat16, 0)
     wide = jax.tree.map(
-      lambda is_low, x: (
-        rounding.seen(x) if is_low and _is_large(x, jnp.bfloat16) else x
-      ),
-      masked(state.narrow_state),
-      state.narrow_state,
+      lambda is_low, x: rounding.seen(x) if is_low else x, is_low, old
     )
     updates, wide = inner.update(updates, wide, params, **extra_args)
-    count = jnp.asarray(optax.safe_increment(state.state_count))
-    return updates, narrow(wide, state.state_seed, count)
+    wide = leaves.as_arrays(wide)
+    skipped = narrow_parameters.is_skipped(wide)
+    count = jnp.asarray(optax.safe_increment(count))
+    new = jax.tree.map(
+      lambda is_low, x, y: jnp.where(skipped, x, y) if is_low else y,
+      is_low,
+      old,
+      narrow(wide, is_low, state.state_seed, count),
+    )
+    count = jnp.where(skipped, state.state_count, count)
+    return updates, LowPrecisionState(state.state_seed, count, new)
 
   return optax.GradientTransformationExtraArgs(init, update)
 
@@ -285,7 +301,3 @@ def _check_seed(seed: object) -> int:
 
 def _is_narrow(x: object) -> bool:
   return rounding.is_narrow(x, "stochastic_rounding")
-
-
-def _is_large(x: object, dtype: DTypeLike) -> bool:
-  return leaves.is_real(x) and x.dtype == dtype and x.size >= _SMALL

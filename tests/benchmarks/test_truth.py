@@ -1,5 +1,6 @@
 """`python -m benchmarks truth`: its training, its tables and its pages."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -13,6 +14,7 @@ import pytest
 
 from benchmarks import __main__ as benchmarks
 from benchmarks.truth import command
+from benchmarks.truth import misses
 from benchmarks.truth import results
 from benchmarks.truth import settings
 from benchmarks.truth import table
@@ -45,7 +47,7 @@ def init(key):
 HELD_OUT = draw(jax.random.key(9), None)
 
 
-def make_tiny(*, full=True, size=1.0):
+def make_tiny(*, full=True, size=1.0, sixteen_bit=False):
   return workload_lib.Workload(
     description="A tiny network",
     elements=8,
@@ -58,6 +60,7 @@ def make_tiny(*, full=True, size=1.0):
     rate=0.1,
     steps=STEPS,
     full=full,
+    sixteen_bit=sixteen_bit,
   )
 
 
@@ -109,9 +112,11 @@ def test_training_is_that_of_a_plain_loop():
 
 def test_each_setting_has_the_dtype_and_the_rule_of_its_name():
   low = {"float16", "fixed", "dynamic", "headroom", "saturating"}
-  for name, setting in settings.SETTINGS.items():
+  for name, setting in settings.ALL.items():
     dtype = jnp.dtype(setting.dtype).name
     assert (dtype == "float16") == (name in low)
+    is_narrow = name in {"bfloat16", *settings.SIXTEEN_BIT}
+    assert (dtype == "bfloat16") == is_narrow
     low_fn = training.lowered(make_tiny(), setting)
     report = ols.instruments.precision_report(
       jax.grad(low_fn), init(jax.random.key(0)), HELD_OUT
@@ -146,13 +151,32 @@ def test_a_workload_trains(name, monkeypatch):
   assert workload.matters < abs(np.mean(scores))
 
 
+def test_remainders_miss_masters_where_updates_are_as_large_as_weights():
+  """Adam's first update is the rate, whatever the gradient."""
+  weights = np.float32(np.random.default_rng(0).normal(size=10_000))
+  tiny = dataclasses.replace(
+    make_tiny(),
+    init=lambda key: {"w": jnp.asarray(weights)},
+    loss=lambda params, batch: jnp.sum(params["w"] * jnp.sign(weights)),
+  )
+  start = np.float32(weights.astype(jnp.bfloat16))
+  for rate in (2.0**-10, 0.3):
+    (first,) = misses.count(dataclasses.replace(tiny, rate=rate), steps=1)
+    nearest = (start - np.float32(rate) * np.sign(start)).astype(jnp.bfloat16)
+    way = (np.float32(nearest) - start).astype(jnp.bfloat16)
+    reached = (start + np.float32(way)).astype(jnp.bfloat16)
+    assert first.share == pytest.approx(np.mean(reached != nearest), abs=2e-4)
+    assert first.error < 2**-7
+  assert first.share > 0.3
+
+
 # The command.
 
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
   """One tiny workload, and a function that runs the command on a folder."""
-  made = {"tiny": functools.partial(make_tiny, full=False)}
+  made = {"tiny": functools.partial(make_tiny, full=False, sixteen_bit=True)}
   monkeypatch.setattr(command, "WORKLOADS", made)
   monkeypatch.setattr(results, "FOLDER", tmp_path / "rows")
 
@@ -184,13 +208,15 @@ def test_a_row_is_trained_once_and_the_tables_go_to_the_page(
   page.write_text(f"Before\n{begin}\n{end}\nafter")
   capsys.readouterr()
   every = repository("--appendix", str(tmp_path))
-  assert len(every) == len(settings.of(full=False)) + 2
+  assert len(every) == len(settings.of(full=False, sixteen_bit=True)) + 3
+  _, missed = results.read(every["tiny/missed"], misses.Missed)
+  assert [x.step for x in missed] == [*range(1, STEPS + 1)]
   assert {name: every[name].read_bytes() for name in one} == before
   printed = capsys.readouterr().out
   assert "tiny/float32" not in printed  # It was not trained again.
   assert "bit-equal" in printed and "no difference" in printed
   pictures = sorted(x.name for x in (tmp_path / "images").iterdir())
-  assert pictures == ["tiny.png"]
+  assert pictures == ["sixteen_bit.png", "tiny.png"]
   text = page.read_text()
   start = f"Before\n{begin}\n\n- `tiny`: A tiny network; rate 0.1, 6 steps."
   assert text.startswith(start)
@@ -257,7 +283,9 @@ def test_the_pages_show_the_recorded_rows():
   page = documents.read("docs/does_it_matter.md")
   appendix = documents.read("benchmarks/truth/README.md")
   assert tables in appendix
-  found, shown = cells_of(tables), cells_of(page)
+  # Its last tables are of 16-bit parameters, and name the workloads again.
+  found = cells_of(tables.partition("- `nearest`")[0])
+  shown = cells_of(page)
   for name, workload in made.items():
     assert f"(images/{name}.png)" in appendix
     score = f"{name}: {workload.score_name}"

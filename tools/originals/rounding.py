@@ -21,7 +21,7 @@ DRAWS = 4096
 PATH = pathlib.Path(__file__).parents[2] / "tests/traces/torchao_rounding.json"
 # Parts of the way from a bfloat16 to the next, as the lower 16 bits.
 PARTS = (0, 1, 0x0100, 0x4000, 0x5555, 0x8000, 0xC000, 0xFFFF)
-# The upper 16 bits: 0, the smallest normal number and one before it, 1 and its
+# The upper 16 bits: both ends of the smallest normal binade, 1 and its
 # neighbors, a power of two, pi, the largest below the next binade, large ones.
 STARTS = (
   0x0080,

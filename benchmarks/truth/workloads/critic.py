@@ -52,4 +52,5 @@ def make() -> workload.Workload:
     rate=5e-3,
     steps=3000,
     full=False,
+    sixteen_bit=True,
   )

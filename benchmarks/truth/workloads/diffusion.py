@@ -64,4 +64,5 @@ def make() -> workload.Workload:
     rate=1e-3,
     steps=1500,
     full=False,
+    sixteen_bit=True,
   )

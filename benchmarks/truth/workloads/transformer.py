@@ -50,4 +50,5 @@ def make() -> workload.Workload:
     ),
     score_name="held-out nats per word",
     steps=100,
+    sixteen_bit=True,
   )
