@@ -236,3 +236,9 @@ def listening_to_compilations(names):
       yield
   finally:
     logger.removeHandler(handler)
+
+
+def owners_of_masters(state):
+  """Returns the states in `state` that can return masters."""
+  is_owner = lambda x: hasattr(x, "wide")  # noqa: E731
+  return [x for x in jax.tree.leaves(state, is_leaf=is_owner) if is_owner(x)]

@@ -20,12 +20,13 @@ from optax_lossscale._step import states as _states
 _NAME = 'master_weights(..., store="remainder")'
 
 
+@narrow_parameters.owner
 class MasterWeightsState(NamedTuple):
   """State of `master_weights`: the masters and the inner optimizer's state.
 
   Attributes:
-    master: the parameters in the wider dtype, or int16, what these have beyond
-      the parameters; a masked node for each leaf that has no master.
+    master: the parameters in the wider dtype; a masked node for each leaf that
+      has no master.
     inner_state: the wrapped optimizer's state.
 
   Examples:
@@ -50,25 +51,30 @@ class MasterWeightsState(NamedTuple):
     Returns:
       A tree like `params`, with the parameter itself where it has no master.
     """
-
-    def master_of(kept: jax.Array, param: jax.Array) -> jax.Array:
-      if narrow_parameters.is_absent(kept):
-        return param
-      is_copy = jnp.issubdtype(kept.dtype, jnp.floating)
-      return (_COPY if is_copy else _REMAINDER).read(kept, param)
-
-    return narrow_parameters.over(master_of, self.master, params)
+    return _wide(_COPY, self.master, params)
 
 
-class RemainderState(MasterWeightsState):
-  """State of `master_weights` with remainders as its masters."""
+@_states.sees_narrow
+@narrow_parameters.owner
+class RemainderState(NamedTuple):
+  """State of `master_weights` with `store="remainder"`.
 
-  __slots__ = ()
+  Attributes:
+    remainder: int16, the bits of each master below those of its parameter; a
+      masked node for each leaf that is its own master.
+    inner_state: the wrapped optimizer's state.
+  """
 
-  @property
-  def keeps_narrow(self) -> bool:
-    """True: `loss_scaling` must leave the parameters in their own dtypes."""
-    return True
+  # Not `master`, so that no checkpoint of the one passes for the other.
+  remainder: optax.Params
+  inner_state: optax.OptState
+
+  def wide(self, params: optax.Params) -> optax.Params:
+    """Returns the masters, as `MasterWeightsState.wide` does."""
+    return _wide(_REMAINDER, self.remainder, params)
+
+
+_AnyState = MasterWeightsState | RemainderState
 
 
 def master_weights(
@@ -86,13 +92,14 @@ def master_weights(
   accumulate: the next step starts from the rounded value.
 
   With `store="remainder"` the master is the parameter together with 16 more
-  bits, so that it takes 2 bytes of state instead of 4. The parameter is then
-  the number nearest to the master, away from zero if two are. With bfloat16
-  that is every bit of float32. With float16 it is too above 2**-17, and below
-  it the master is a multiple of 2**-40. An update to less than half or more
-  than twice of a parameter may not exist in 16 bits; then the master becomes
-  what is nearest to it around the parameter that the update leads to. A master
-  beyond the largest parameter stops there.
+  bits, which are 0 at first, so that it takes 2 bytes of state instead of 4.
+  The parameter is then the number nearest to the master, away from zero if two
+  are. With bfloat16 that is every bit of float32. With float16 it is too above
+  2**-17, and below it the master is a multiple of 2**-40. An update that takes
+  a parameter below half or above twice its value may not exist in 16 bits. Then
+  the master becomes what is nearest to it around the parameter that the update
+  leads to, less than 1 % of the update away. A master beyond the largest
+  parameter stops there.
 
   The inner optimizer, including any weight decay, sees the master as its
   parameters. Nothing that changes updates may come after this wrapper in a
@@ -113,7 +120,8 @@ def master_weights(
     store: what the state keeps, a "copy" of the master or its "remainder".
 
   Returns:
-    A transformation whose state is a `MasterWeightsState`. Every real floating
+    A transformation whose state is a `MasterWeightsState`, or with remainders a
+    like one with a field `remainder` instead of `master`. Every real floating
     parameter has a master, which for a float32 parameter is simply a copy, or
     with remainders the parameter itself. The inner optimizer handles all other
     parameters directly. The leaves of Flax's `_overwrite_with_gradient`
@@ -162,6 +170,8 @@ def master_weights(
       f"`store` must be 'copy' or 'remainder', got {arguments.shown(store)}."
     )
   is_copy = store == "copy"
+  name = "master_weights" if is_copy else _NAME
+  kind = MasterWeightsState if is_copy else RemainderState
   if not is_copy and dtype != jnp.float32:
     raise ValueError(
       '`dtype` must be float32 with store="remainder", since a remainder has '
@@ -173,8 +183,8 @@ def master_weights(
     wide = jnp.promote_types(dtype, leaves.at_least_float32(x.dtype))
     return _convert(x, wide) if is_copy or rounding.is_narrow(x, _NAME) else x
 
-  def init(params: optax.Params) -> MasterWeightsState:
-    wide, inner_state = narrow_parameters.init(inner, widen, params)
+  def init(params: optax.Params) -> _AnyState:
+    wide, inner_state = narrow_parameters.init(inner, name, widen, params)
     if is_copy:
       return MasterWeightsState(jax.tree.map(_first_copy, wide), inner_state)
     own = leaves.leave_out(leaves.are_gradients(params), params)
@@ -185,21 +195,47 @@ def master_weights(
     state: optax.OptState,
     params: optax.Params | None = None,
     **extra_args: object,
-  ) -> tuple[optax.Updates, MasterWeightsState]:
-    kind = MasterWeightsState if is_copy else RemainderState
-    state = _states.check_kind(state, kind)
-    updates, master, inner_state, _ = narrow_parameters.update(
+  ) -> tuple[optax.Updates, _AnyState]:
+    if isinstance(state, RemainderState if is_copy else MasterWeightsState):
+      raise TypeError(
+        f'`state` must be one that store="{store}" made, got one of the other '
+        "store. Start from its masters, state.wide(params), and a new state."
+      )
+    of: _AnyState
+    if is_copy:
+      of = _states.check_kind(state, MasterWeightsState)
+    else:
+      of = _states.check_kind(state, RemainderState)
+    updates, kept, inner_state, _ = narrow_parameters.update(
       inner,
       _COPY if is_copy else _REMAINDER,
-      state.master,
+      of[0],
       updates,
-      state.inner_state,
+      of.inner_state,
       params,
       extra_args,
     )
-    return updates, kind(master, inner_state)
+    return updates, kind(kept, inner_state)
 
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _wide(
+  store: narrow_parameters.Store, kept: optax.Params, params: optax.Params
+) -> optax.Params:
+  """Returns the masters from what is kept and the parameters."""
+
+  def read(kept: jax.Array, param: jax.Array) -> jax.Array:
+    if narrow_parameters.is_absent(kept):
+      return param
+    if kept.dtype == jnp.int16 and not rounding.is_narrow(param, _NAME):
+      raise ValueError(
+        "`params` must be the 16-bit parameters that belong to the state, got "
+        f"one in {param.dtype}."
+      )
+    return store.read(kept, param)
+
+  return narrow_parameters.over(read, kept, params)
 
 
 def _first_copy(x: object) -> object:

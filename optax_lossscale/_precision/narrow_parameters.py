@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 import functools
 from typing import NamedTuple
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +35,36 @@ class Store(NamedTuple):
   ]
 
 
+# The states of what wraps an optimizer by `init` and `update` below.
+_OWNERS: set[type] = set()
+_Kind = TypeVar("_Kind", bound=type)
+
+
+def owner(kind: _Kind) -> _Kind:
+  """Marks the state of what stores parameters in its own way."""
+  _OWNERS.add(kind)
+  return kind
+
+
+def refuse_owners(inner_state: optax.OptState, name: str, remedy: str) -> None:
+  """Raises if an optimizer that `name` wraps stores parameters in its own way.
+
+  Args:
+    inner_state: the optimizer's first state.
+    name: what wraps it.
+    remedy: the end of the error.
+  """
+  is_owner = lambda x: type(x) in _OWNERS  # noqa: E731
+  if any(map(is_owner, jax.tree.leaves(inner_state, is_leaf=is_owner))):
+    raise ValueError(
+      f"`inner` of `{name}` must not contain `master_weights` or "
+      f"`stochastic_rounding`, got one of them; {remedy}."
+    )
+
+
 def init(
   inner: optax.GradientTransformationExtraArgs,
+  name: str,
   widen: Callable[[jax.Array], jax.Array],
   params: optax.Params,
 ) -> tuple[optax.Params, optax.OptState]:
@@ -48,6 +77,7 @@ def init(
   inner_state = inner.init(kept)
   if kept is not wide and states.find_states(inner_state):
     inner_state = inner.init(wide)  # `loss_scaling` masks these itself.
+  refuse_owners(inner_state, name, "one way to store parameters is enough")
   return kept, leaves.as_arrays(inner_state)
 
 
@@ -64,7 +94,7 @@ def update(
   if params is None:
     raise ValueError(
       "`params` must be passed to update, which returns the distance from "
-      "them to the master; tx.update(grads, opt_state, params)."
+      "them to the next ones; tx.update(grads, opt_state, params)."
     )
   gradients = updates = leaves.as_arrays(updates)
   params = leaves.as_arrays(params)
@@ -79,7 +109,14 @@ def update(
     params = leaves.leave_out(leaves.are_gradients(params), params)
 
   def read(kept: jax.Array, param: jax.Array) -> jax.Array:
-    return param if is_absent(kept) else store.read(kept, param)
+    if not is_absent(kept):
+      return store.read(kept, param)
+    if not scales and leaves.is_real(param) and param.dtype.itemsize < 4:
+      raise ValueError(
+        "`tx.init` must be given the parameters in the dtypes that `update` "
+        f"gets, got one in {param.dtype} that was wider then."
+      )
+    return param
 
   wide: optax.Params = over(read, kept, params)
   inner_updates, inner_state = inner.update(

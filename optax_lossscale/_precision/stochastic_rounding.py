@@ -7,6 +7,7 @@ from chex import ArrayTree
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+import numpy as np
 import optax
 
 from optax_lossscale._base import arguments
@@ -19,10 +20,13 @@ from optax_lossscale._step import states as _states
 
 # Arrays of fewer elements save too little to be rounded.
 _SMALL = 4096
+_NAME = "stochastic_rounding"
 # Part of each key, so that one seed does not round both alike.
 _PARAMETERS, _STATE = 0, 1
 
 
+@_states.sees_narrow
+@narrow_parameters.owner
 class StochasticRoundingState(NamedTuple):
   """State of `stochastic_rounding`.
 
@@ -35,11 +39,6 @@ class StochasticRoundingState(NamedTuple):
   rounding_seed: jax.Array
   rounding_count: jax.Array
   inner_state: optax.OptState
-
-  @property
-  def keeps_narrow(self) -> bool:
-    """True: `loss_scaling` must leave the parameters in their own dtypes."""
-    return True
 
 
 class LowPrecisionState(NamedTuple):
@@ -83,7 +82,8 @@ def stochastic_rounding(
     inner: the optimizer, any optax transformation or `optax.MultiSteps`.
     seed: an integer. The same seed, count and tree give the same bits on every
       device, however the arrays are sharded by jit. Inside `shard_map` and
-      `vmap` each shard and each member of a batch has the same chances.
+      `vmap` each shard and each member of a batch has the same chances, and so
+      have two of these in `optax.partition`, unless their seeds differ.
 
   Returns:
     A transformation whose updates have the parameters' dtypes. Parameters in
@@ -124,7 +124,7 @@ def stochastic_rounding(
     return leaves.widen(x) if _is_narrow(x) else x
 
   def init(params: optax.Params) -> StochasticRoundingState:
-    _, inner_state = narrow_parameters.init(inner, widen, params)
+    _, inner_state = narrow_parameters.init(inner, _NAME, widen, params)
     return StochasticRoundingState(
       jnp.uint32(first_seed), jnp.int32(0), inner_state
     )
@@ -164,12 +164,12 @@ def low_precision_state(
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps an optimizer so that its moments are stored in bfloat16.
 
-  The inner optimizer gets its state in float32, and what it returns is rounded
-  stochastically. Rounding to the nearest number would stop the average of
-  squares that Adam keeps: each step is 1/1000 of the way to the new square, and
-  two bfloat16 are up to 1/128 apart. Arrays of fewer than 4096 elements keep
-  their dtype, and so do counts, keys and all that is not float32. A step that
-  `loss_scaling` in `inner` skips changes no bit.
+  The inner optimizer gets its state, parameters and gradients in float32, and
+  its next state is rounded stochastically. Rounding to the nearest number would
+  stop the average of squares that Adam keeps: each step is 1/1000 of the way to
+  the new square, and two bfloat16 are up to 1/128 apart. Arrays of fewer than
+  4096 elements keep their dtype, and so do counts, keys and all that is not
+  float32. A step that `loss_scaling` in `inner` skips changes no bit.
 
   Args:
     inner: the optimizer, any optax transformation or `optax.MultiSteps`, whose
@@ -177,18 +177,22 @@ def low_precision_state(
     dtype: bfloat16. In float16 the squares of gradients below 1.7e-4 would be
       0.
     seed: an integer that decides every rounding.
-    mask: which arrays of the state to store in `dtype`, as `optax.masked` has
-      it: a tree of bools like the state or a prefix of it, or a function from
-      the state to one. By default all that are large. Leave out what must be
-      exact: the preconditioners of Shampoo and SOAP, and schedule-free's z.
+    mask: True for what to store in `dtype`, by default all. As in
+      `optax.masked` it is a tree of bools or a prefix of one, or a function
+      that returns it, but of the state of `inner` rather than the parameters.
+      The function gets shapes in float32. False is for what must be exact: the
+      preconditioners of Shampoo and SOAP, and schedule-free's z.
 
   Returns:
-    A transformation with a state of half the size.
+    A transformation with a state of half the size, and updates in the dtypes of
+    the parameters.
 
   Raises:
     TypeError: if `inner` is not an optimizer or `seed` is not an integer; from
-      `update`, if `state` is not the one that `init` made.
-    ValueError: if `dtype` is not bfloat16.
+      `init`, if `mask` is not of bools; from `update`, if `state` is not the
+      one that `init` made.
+    ValueError: if `dtype` is not bfloat16; from `init`, if `mask` is not like
+      the state, or `inner` stores parameters in a way of its own.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -203,10 +207,11 @@ def low_precision_state(
   """
   inner = requirements.as_optimizer("inner", inner)
   if arguments.read_dtype(dtype)[0] != jnp.bfloat16:
+    found, got = arguments.read_dtype(dtype)
+    why = ": the squares that Adam keeps would be 0 for gradients below 1.7e-4"
     raise ValueError(
-      f"`dtype` must be bfloat16, got {arguments.shown(dtype)}: in float16 the "
-      "squares that Adam keeps are 0 for gradients below 1.7e-4, and no other "
-      "dtype has 16 bits."
+      f"`dtype` must be bfloat16, got {got}"
+      f"{why if found == jnp.float16 else ''}."
     )
   first_seed = _check_seed(seed)
 
@@ -224,17 +229,37 @@ def low_precision_state(
     return jax.tree.map(narrow_leaf, is_low, state, keys)
 
   def chosen(state: optax.OptState, dtype: DTypeLike, least: int) -> object:
-    given = mask(state) if callable(mask) else mask
+    given: object = mask
+    if callable(mask):
+      given = mask(leaves.widen(jax.eval_shape(lambda: state)))
+    elif mask is None:
+      given = True
+    bools = jax.tree.leaves(given, is_leaf=lambda x: x is None)
+    if not bools or not all(isinstance(x, (bool, np.bool_)) for x in bools):
+      raise TypeError(f"`mask` must be of bools, got {arguments.shown(given)}.")
+    try:
+      given = jax.tree.broadcast(given, state)
+    except ValueError as error:
+      raise ValueError(
+        "`mask` must be like the state of `inner`, or a prefix of it, got "
+        f"{arguments.shown(given)} for {jax.tree.structure(state)}."
+      ) from error
     return jax.tree.map(
       lambda is_low, x: (
         is_low and leaves.is_real(x) and x.dtype == dtype and x.size >= least
       ),
-      jax.tree.broadcast(True if given is None else given, state),
+      given,
       state,
     )
 
   def init(params: optax.Params) -> LowPrecisionState:
-    state = leaves.as_arrays(inner.init(params))
+    state = inner.init(leaves.widen(params))
+    if _states.find_states(state):
+      state = inner.init(params)  # `loss_scaling` widens them itself.
+    narrow_parameters.refuse_owners(
+      state, "low_precision_state", "put it inside of that one"
+    )
+    state = leaves.as_arrays(state)
     is_low = chosen(state, jnp.float32, _SMALL)
     seed, count = jnp.uint32(first_seed), jnp.int32(0)
     return LowPrecisionState(seed, count, narrow(state, is_low, seed, count))
@@ -253,7 +278,18 @@ def low_precision_state(
     wide = jax.tree.map(
       lambda is_low, x: rounding.seen(x) if is_low else x, is_low, old
     )
-    updates, wide = inner.update(updates, wide, params, **extra_args)
+    gradients = leaves.as_arrays(updates)
+    # `loss_scaling` checks gradients in their own dtypes.
+    scales = bool(_states.find_states(old))
+    updates, wide = inner.update(
+      gradients if scales else leaves.widen(gradients),
+      wide,
+      params if scales or params is None else leaves.widen(params),
+      **extra_args,
+    )
+    if not scales:
+      own = gradients if params is None else params
+      updates = leaves.narrow_like(leaves.as_arrays(updates), own)
     wide = leaves.as_arrays(wide)
     skipped = narrow_parameters.is_skipped(wide)
     count = jnp.asarray(optax.safe_increment(count))
@@ -300,4 +336,4 @@ def _check_seed(seed: object) -> int:
 
 
 def _is_narrow(x: object) -> bool:
-  return rounding.is_narrow(x, "stochastic_rounding")
+  return rounding.is_narrow(x, _NAME)

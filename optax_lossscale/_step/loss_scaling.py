@@ -131,9 +131,7 @@ def loss_scaling(
 
   def init(params: optax.Params) -> states.LossScalingState:
     kept = leaves.leave_out(leaves.are_gradients(params), params)
-    inner_state = inner.init(kept if rule is None else leaves.widen(kept))
-    if states.keeps_narrow(inner_state):  # Only a state says so.
-      inner_state = inner.init(kept)
+    inner_state = inner.init(kept) if rule is None else _init_inner(inner, kept)
     requirements.check_inner_state(inner_state)
     if rule is None:
       return states.first_state(loss_scales.NoLossScaleState(), inner_state)
@@ -225,6 +223,20 @@ def loss_scaling(
     )
 
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _init_inner(
+  inner: optax.GradientTransformationExtraArgs, params: optax.Params
+) -> optax.OptState:
+  """Returns the optimizer's state, in float32 unless it says otherwise."""
+  inner_state = inner.init(leaves.widen(params))
+  if not states.keeps_narrow(inner_state):  # Only a state says so.
+    return inner_state
+  widened = jax.eval_shape(lambda x: x, inner_state)
+  del inner_state  # There may not be memory for both.
+  narrow = inner.init(params)
+  requirements.check_beside(widened, narrow)
+  return narrow
 
 
 def _update_inner(

@@ -115,6 +115,26 @@ def check_inner_state(inner_state: object) -> None:
     )
 
 
+def check_beside(widened: optax.OptState, inner_state: optax.OptState) -> None:
+  """Raises if an optimizer beside one that sees narrow parameters is narrow.
+
+  Args:
+    widened: the state for parameters in float32.
+    inner_state: the state for the parameters as they are.
+  """
+  nodes = jax.tree.leaves_with_path(widened, is_leaf=states.is_narrow_state)
+  own = jax.tree.leaves(inner_state, is_leaf=states.is_narrow_state)
+  for (path, wide), x in zip(nodes, own, strict=True):
+    if leaves.is_real(x) and x.dtype != wide.dtype:
+      raise ValueError(
+        "`stochastic_rounding` and remainders must be around the whole "
+        "optimizer, since `loss_scaling` shows it the parameters as they are; "
+        f"got a state in {x.dtype} beside them at "
+        f"{leaves.path_name(path)}. Wrap optax.chain(...) or "
+        "optax.partition(...) itself, or each of its parts."
+      )
+
+
 def check_masters(params: object, inner_state: object) -> None:
   """Warns if float16 parameters accumulate their updates in float16."""
   found = jax.tree.leaves_with_path(params)

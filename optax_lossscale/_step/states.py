@@ -23,6 +23,7 @@ from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._rules import loss_scales
 
 _State = TypeVar("_State")
+_Kind = TypeVar("_Kind", bound=type)
 
 # An `opt_state` of one of these types is S itself rather than a state.
 SCALES = (jax.Array, np.ndarray, np.generic, bool, int, float, str)
@@ -259,14 +260,25 @@ def find_states(tree: object) -> dict[str, LossScalingState]:
   }
 
 
-def keeps_narrow(inner_state: object) -> bool:
-  """Returns whether an optimizer must see the parameters in their own dtypes.
+# The states of optimizers that must see the parameters in their own dtypes.
+_SEE_NARROW: set[type] = set()
 
-  It says so by an attribute of its state, since nothing that is wrapped around
-  an optimizer changes that.
-  """
-  has = lambda x: hasattr(x, "keeps_narrow")  # noqa: E731
-  return any(map(has, jax.tree.leaves(inner_state, is_leaf=has)))
+
+def sees_narrow(kind: _Kind) -> _Kind:
+  """Marks the state of an optimizer that must see parameters as they are."""
+  _SEE_NARROW.add(kind)
+  return kind
+
+
+def is_narrow_state(x: object) -> bool:
+  """Returns whether x is the state of such an optimizer."""
+  return type(x) in _SEE_NARROW
+
+
+def keeps_narrow(inner_state: object) -> bool:
+  """Returns whether a state contains one of such an optimizer."""
+  nodes = jax.tree.leaves(inner_state, is_leaf=is_narrow_state)
+  return any(map(is_narrow_state, nodes))
 
 
 def require_states(opt_state: object) -> dict[str, LossScalingState]:

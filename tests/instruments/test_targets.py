@@ -294,7 +294,7 @@ def by_neighbors(x, key):
 @each_target
 def test_roundings_that_are_plain_casts_are_lost_on_gpus(target):
   page = documents.read("docs/guides/sixteen_bit_parameters.md")
-  title = "Why the ten-line version does nothing on a GPU"
+  title = "Why a plain Kahan sum does nothing on a GPU"
   code = documents.block(page, title, "compensated")
   compensated = documents.run(f"```python\n{code}```", {"jnp": jnp})[
     "compensated"

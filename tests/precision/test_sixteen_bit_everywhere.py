@@ -64,8 +64,7 @@ def train(tx, gradients=GRADIENTS, params=START, state=None):
 
 def export(params, state):
   """Returns the parameters in float32 for serving, if a state has them."""
-  is_owner = lambda x: isinstance(x, ols.MasterWeightsState)  # noqa: E731
-  owners = filter(is_owner, jax.tree.leaves(state, is_leaf=is_owner))
+  owners = support.owners_of_masters(state)
   return [jax.jit(owner.wide)(params) for owner in owners]
 
 
@@ -196,6 +195,18 @@ def test_a_sharded_run_goes_on_from_a_checkpoint_on_another_mesh(
     found = train(tx, gradients, *restored)
     assert_placed(mesh, found, export(*found))
   assert in_common(*found) == expected(way)
+
+
+@pytest.mark.parametrize("kind", ["orbax", "bytes"])
+def test_no_checkpoint_of_one_store_passes_for_the_other(kind, tmp_path):
+  copy, remainder = (
+    {"state": tx(optax.adam(1e-3)).init(START)}
+    for tx in (ols.master_weights, remainders)
+  )
+  for saved, target in ((copy, remainder), (remainder, copy)):
+    folder = tmp_path / ("copy" if saved is copy else "remainder")
+    with pytest.raises((KeyError, ValueError)):
+      through(kind, saved, target, folder)
 
 
 MAPPINGS = {

@@ -92,7 +92,7 @@ def test_remainders_train_as_a_copy_does(dtype, position):
     way = functools.partial(ols.master_weights, store=store)
     tx = POSITIONS[position](way, optax.adamw(1e-3))
     after, state = run(tx, params, gradients)
-    (owner,) = find(ols.MasterWeightsState, state)
+    (owner,) = support.owners_of_masters(state)
     masters[store] = np.asarray(owner.wide(after)["w"])
   off = np.abs(masters["copy"] - masters["remainder"])
   # A few are so small that a step is more than half of them.
@@ -101,12 +101,6 @@ def test_remainders_train_as_a_copy_does(dtype, position):
   # What is seen is the number nearest to the master.
   seen = masters["remainder"].astype(after["w"].dtype)
   assert np.array_equal(seen, after["w"])
-
-
-def find(kind, state):
-  """Returns the states of a kind in the state of a chain of wrappers."""
-  is_kind = lambda x: isinstance(x, kind)  # noqa: E731
-  return filter(is_kind, jax.tree.leaves(state, is_leaf=is_kind))
 
 
 @each_dtype
@@ -142,7 +136,7 @@ def test_a_skipped_step_changes_no_bit(way, position):
   after, new = jax.jit(functools.partial(step, tx))(moved, state, gradients)
   assert ols.loss_scale_metrics(new)["skipped"]
   support.assert_same_bits(after, moved)
-  for name in ("master", "trace", "rounding_count"):
+  for name in ("remainder", "trace", "rounding_count"):
     found = [optax.tree.get(x, name) for x in (state, new)]
     support.assert_same_bits(*found)
 
@@ -219,61 +213,124 @@ def test_a_step_of_1e_5_is_as_in_float32():
   assert np.ptp(nearest) < 0.3 * moved
 
 
+SGD, ADAM, BFLOAT16 = optax.sgd(1.0), optax.adam(1.0), jnp.bfloat16
+LOW, BY_CHANCE = ols.low_precision_state, ols.stochastic_rounding
+ONE = jnp.ones(1, BFLOAT16)
+
+
+def crossed(tx, other):
+  """Gives the state of an optimizer to another one."""
+  return lambda: tx.update(ONE, other.init(ONE), ONE)
+
+
+def first(tx, params=ONE):
+  return lambda: tx.init(params)
+
+
+# What raises an error, and the error's words.
 REFUSED = {
   "8 bits": (
-    ValueError,
-    r"parameters of `stochastic_rounding` must be in float16, .*, got float8",
-    lambda: ols.stochastic_rounding(optax.sgd(1.0)).init(
-      jnp.ones(3, jnp.float8_e4m3fn)
-    ),
+    first(BY_CHANCE(SGD), jnp.ones(3, jnp.float8_e4m3fn)),
+    r"of `stochastic_rounding` must be in float16, .*, got float8",
   ),
   "8 bits and a remainder": (
-    ValueError,
+    first(remainders(SGD), jnp.ones(3, jnp.float8_e5m2)),
     r"store=\"remainder\".* must be in float16, .*, got float8",
-    lambda: remainders(optax.sgd(1.0)).init(jnp.ones(3, jnp.float8_e5m2)),
   ),
   "store": (
-    ValueError,
+    lambda: ols.master_weights(SGD, store="half"),
     "`store` must be 'copy' or 'remainder', got 'half'",
-    lambda: ols.master_weights(optax.sgd(1.0), store="half"),
   ),
   "float64": (
-    ValueError,
+    lambda: remainders(SGD, jnp.float64),
     "`dtype` must be float32 with store=",
-    lambda: remainders(optax.sgd(1.0), jnp.float64),
   ),
   "seed": (
-    TypeError,
+    lambda: BY_CHANCE(SGD, seed=0.5),
     "`seed` must be an integer, got 0.5",
-    lambda: ols.stochastic_rounding(optax.sgd(1.0), seed=0.5),
   ),
   "float16 moments": (
-    ValueError,
-    "`dtype` must be bfloat16, got .*float16.*: in float16 the squares",
-    lambda: ols.low_precision_state(optax.adam(1.0), jnp.float16),
+    lambda: LOW(ADAM, jnp.float16),
+    "`dtype` must be bfloat16, got float16: the squares",
+  ),
+  "float32 moments": (
+    lambda: LOW(ADAM, jnp.float32),
+    r"`dtype` must be bfloat16, got float32\.",
   ),
   "no parameters": (
-    ValueError,
+    lambda: BY_CHANCE(SGD).update(ONE, BY_CHANCE(SGD).init(ONE)),
     "`params` must be passed to update",
-    lambda: (tx := make("stochastic")).update(
-      jnp.ones(1), tx.init(jnp.ones(1, jnp.bfloat16))
-    ),
   ),
   "another state": (
-    TypeError,
-    "state",
-    lambda: ols.low_precision_state(optax.adam(1.0)).update(
-      jnp.ones(1), optax.EmptyState()
+    lambda: LOW(ADAM).update(ONE, optax.EmptyState()),
+    "`state` must be the LowPrecisionState",
+  ),
+  "a remainder for a copy": (
+    crossed(ols.master_weights(SGD), remainders(SGD)),
+    '`state` must be one that store="copy" made',
+  ),
+  "a copy for a remainder": (
+    crossed(remainders(SGD), ols.master_weights(SGD)),
+    '`state` must be one that store="remainder" made',
+  ),
+  "parameters cast after init": (
+    lambda: remainders(SGD).update(ONE, remainders(SGD).init(jnp.ones(1)), ONE),
+    "`tx.init` must be given .* got one in bfloat16 that was wider then",
+  ),
+  "masters of other parameters": (
+    lambda: remainders(SGD).init(ONE).wide(ONE.astype("float32")),
+    "`params` must be the 16-bit parameters .* got one in float32",
+  ),
+  "two ways": (
+    first(remainders(ols.loss_scaling(BY_CHANCE(SGD), RULE))),
+    "`inner` of `master_weights.* must not contain .* one way",
+  ),
+  "masters in bfloat16": (
+    first(LOW(ols.master_weights(ADAM))),
+    "`low_precision_state` must not contain .* put it inside",
+  ),
+  "moments beside": (
+    first(
+      ols.loss_scaling(optax.chain(optax.trace(0.9), BY_CHANCE(SGD)), RULE)
     ),
+    "around the whole optimizer.* got a state in bfloat16 .* at 0/trace",
+  ),
+  "a mask of numbers": (
+    first(LOW(ADAM, mask=1)),
+    "`mask` must be of bools, got 1",
+  ),
+  "a mask that returns nothing": (
+    first(LOW(ADAM, mask=lambda state: None)),
+    "`mask` must be of bools, got None",
+  ),
+  "a mask like the parameters": (
+    first(LOW(ADAM, mask={"w": True}), {"w": ONE}),
+    "`mask` must be like the state of `inner`, or a prefix of it",
   ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_is_refused_with_a_sentence(case):
-  error, match, call = REFUSED[case]
-  with jax.enable_x64(True), pytest.raises(error, match=match):
+  call, match = REFUSED[case]
+  errors = TypeError, ValueError
+  with jax.enable_x64(True), pytest.raises(errors, match=match):
     call()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float8_e4m3fn])
+def test_moments_of_narrow_parameters_are_computed_in_float32(dtype):
+  tx, params = LOW(optax.adam(1e-3)), jnp.ones((2, SIZE), dtype)
+  update = jax.jit(tx.update)
+  updates, state = update(
+    jnp.full_like(params, 2.0**-9), tx.init(params), params
+  )
+  assert updates.dtype == dtype
+  squares = optax.tree.get(state, "nu")
+  assert squares.dtype == jnp.bfloat16
+  assert np.mean(np.float32(squares)) == pytest.approx(
+    2.0**-18 / 1000, rel=0.01
+  )
 
 
 def moments(tx, steps=1000):
