@@ -32,8 +32,6 @@ def _refused(error, name, value):
   return pytest.raises(error, match=match)
 
 
-# Numbers ----------------------------------------------------------------------
-
 # Values of the right type that are refused, for each argument of a rule. Some
 # are out of bounds only in float32.
 OUT_OF_BOUNDS = {
@@ -113,8 +111,6 @@ def test_an_integer_beyond_int32_in_a_tree_is_refused(take):
       take(number)
 
 
-# Texts of errors --------------------------------------------------------------
-
 LONG = {
   "a text": "x" * 10**4,
   "an integer": 10**4000,
@@ -144,9 +140,6 @@ def test_a_long_array_is_shown_with_its_shape():
     TypeError, match=r"(?s)got Array.*\.\.\. \(shape \(900,\)\)"
   ):
     ols.FixedLossScale(jnp.zeros(900))
-
-
-# Traced values ----------------------------------------------------------------
 
 
 def with_traced(function):

@@ -19,8 +19,6 @@ from tests import support
 
 pytestmark = pytest.mark.usefixtures("full_compilation")
 
-# The largest magnitude in many arrays -----------------------------------------
-
 # Around a block of 32 * 16, a block of blocks, and the size of small arrays.
 SIZES = (1, 511, 513, 4095, 4096, 4097, 16384, 16896, 40_001)
 
@@ -234,8 +232,6 @@ def test_every_fold_is_a_loop_of_its_own(in_order):
   assert not merged
 
 
-# Limits -----------------------------------------------------------------------
-
 LIMITED = (
   "float16",
   "bfloat16",
@@ -282,8 +278,6 @@ def test_either_part_of_a_complex_number_reaches_the_limit():
   found = _bits.reached(x, 65504.0, inclusive=True)
   np.testing.assert_array_equal(found, [False, True, True, True])
 
-
-# Roundings that XLA keeps -----------------------------------------------------
 
 # All that have a sign. The last one has neither inf nor NaN.
 NARROWER = ("float16", "bfloat16", *support.SIGNED_FLOAT8, "float4_e2m1fn")

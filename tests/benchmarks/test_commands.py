@@ -60,9 +60,6 @@ def test_the_page_of_costs_has_the_stored_figures_of_targets():
   assert targets.page(stored) in documents.read("docs/costs.md")
 
 
-# update
-
-
 # These need nothing beyond the library and its tests.
 PEERS = (
   *("bare", "one more read", "optax_lossscale", "lax.cond"),
@@ -95,9 +92,6 @@ def test_update_writes_every_figure_of_every_contender(tmp_path):
   for part in (about["cpu"], "a 1", "not installed: b", "20"):
     assert part in headline
   assert about["versions"]["optax-lossscale"]
-
-
-# accelerate
 
 
 LINEAR = workload_lib.Workload(
@@ -139,9 +133,6 @@ def test_accelerate_times_each_part_of_each_schedule(
   printed = capsys.readouterr().out
   for kind in content["schedules"]:
     assert f"{kind}|step|0.9: a step takes" in printed
-
-
-# autocast
 
 
 def make_loss_fn(dtype):
@@ -196,9 +187,6 @@ def test_every_model_by_hand_has_float16_products_and_a_float32_loss():
     assert (loss.shape, loss.dtype) == ((), jnp.float32)
 
 
-# parts
-
-
 # It compiles every program of the benchmark.
 @pytest.mark.long
 def test_parts_writes_a_ratio_for_every_contender(tmp_path, capsys):
@@ -213,9 +201,6 @@ def test_parts_writes_a_ratio_for_every_contender(tmp_path, capsys):
       assert (row["ratio"] == [1, 1, 1]) == (row["over"] == name)
       assert len(row["seconds"]) == 3
   assert "compile, 2 leaves, mesh\n" in capsys.readouterr().out
-
-
-# gpu
 
 
 @pytest.mark.slow

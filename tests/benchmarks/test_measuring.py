@@ -22,8 +22,6 @@ from benchmarks.peers import this_library
 from benchmarks.truth import verdict
 from optax_lossscale._base import leaves
 
-# Rounds and ratios.
-
 
 @pytest.fixture(autouse=True)
 def no_collections(monkeypatch):
@@ -67,14 +65,6 @@ def test_each_part_is_compared_with_the_contender_that_it_names(monkeypatch):
   rows = parts._measure(contenders, 2)
   assert rows["b"]["ratio"].median == 3
   assert rows["c"]["ratio"].median == 2
-
-
-# Counts on programs.
-
-
-# A loop whose body has one fusion and one copy, and operations that launch
-# nothing.
-# The check of each contender.
 
 
 def check(contender):
@@ -140,9 +130,6 @@ def test_a_check_that_found_nan_is_a_failure_that_json_can_hold():
   assert not summary.all_checks_passed([{"contenders": [row]}])
 
 
-# The checks of guarantees on this device.
-
-
 def test_a_wrapper_that_overlooks_a_leaf_is_found(monkeypatch):
   monkeypatch.setattr(
     leaves, "overwrites", lambda path: leaves.path_name(path) == "leaf"
@@ -151,9 +138,6 @@ def test_a_wrapper_that_overlooks_a_leaf_is_found(monkeypatch):
   expected = nonfinite.values("bfloat16").keys() - {"largest finite"}
   assert {line.split(" at ")[0] for line in failures} == expected
   assert "overflow is False, nan is False" in failures[-1]
-
-
-# Verdicts.
 
 
 REFERENCE = [1.0, 1.2, 0.8, 1.1, 0.9]
@@ -244,9 +228,6 @@ def test_faster_steps_earn_the_second_compilation_back():
   assert figures["hours"] == pytest.approx(1.5 * 4 / 3600)
   slower_full_part = accelerate.earned_back(row(4.0), row(3.0), row(14.0))
   assert slower_full_part["saved"]["median"] == pytest.approx(-0.1)
-
-
-# Files.
 
 
 def test_a_table_is_markdown():

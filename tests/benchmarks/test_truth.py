@@ -64,9 +64,6 @@ def make_tiny(*, full=True, size=1.0, sixteen_bit=False):
   )
 
 
-# Training.
-
-
 def plainly(workload, setting, seed):
   """Trains in a Python loop, without the library where that is possible."""
   key = jax.random.key(seed)
@@ -170,9 +167,6 @@ def test_remainders_miss_masters_where_updates_are_as_large_as_weights():
   assert first.share > 0.3
 
 
-# The command.
-
-
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
   """One tiny workload, and a function that runs the command on a folder."""
@@ -224,8 +218,6 @@ def test_a_row_is_trained_once_and_the_tables_go_to_the_page(
   repository("--appendix", str(tmp_path))
   assert page.read_text() == text
 
-
-# Tables, pictures and pages.
 
 REFERENCE = [1.0, 1.2, 0.8, 1.1, 0.9]
 

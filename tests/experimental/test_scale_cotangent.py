@@ -109,9 +109,6 @@ def test_each_further_derivative_multiplies_once_more():
   assert jax.grad(jax.grad(cube))(1.0) == 4**2 * 6
 
 
-# In other transformations.
-
-
 def scan(x, scale):
   def step(carry, y):
     return carry + scaled_loss(y, scale, y.dtype.type(1)), None
@@ -149,9 +146,6 @@ def test_autocast_multiplies_in_float32_what_float16_cannot_hold():
   np.testing.assert_array_equal(found, 2.0**-20)
 
 
-# Devices.
-
-
 def test_a_replicated_value_is_multiplied_after_the_sum_of_cotangents():
   specs = (jax.P(), jax.P(), jax.P("data"))
   function = on_each_device(jax.grad(scaled_loss), jax.P(), in_specs=specs)
@@ -167,9 +161,6 @@ def test_a_varying_scale_multiplies_before_the_sum():
   function = on_each_device(own, jax.P(), in_specs=specs)
   found = jax.jit(function)(jnp.ones(()), jnp.arange(8.0), jnp.arange(8.0))
   assert found == sum(i * i for i in range(8))
-
-
-# Errors.
 
 
 @pytest.mark.parametrize(

@@ -148,9 +148,6 @@ def test_a_factor_is_of_the_mean_of_magnitudes():
   assert positions(watch(guard, values)[0]) == [8]
 
 
-# The step around it.
-
-
 @pytest.mark.parametrize(
   ("value", "before"), [(1.0, 6), (50.0, 6), (np.inf, 6), (50.0, 8)]
 )
@@ -219,9 +216,6 @@ def test_any_real_number_is_a_value(value):
   largest = float(np.finfo(np.float32).max)
   assert float(state.values[0]) == min(float(value), largest)
   assert support.describe(state) == support.describe(guard.init())
-
-
-# Errors.
 
 
 @pytest.mark.parametrize(

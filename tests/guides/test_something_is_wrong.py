@@ -41,9 +41,6 @@ def run(title, batch=GOOD, loss_fn=loss_fn, loss_scale=1024.0, **given):
   return documents.run(documents.section(PAGE, title), names)
 
 
-# NaN loss in float16.
-
-
 @pytest.mark.parametrize(
   ("loss_fn", "batch", "cause"),
   [
@@ -126,9 +123,6 @@ def test_a_check_of_ones_own_is_reported(bad, capsys):
   expected = "the loss is inf" if bad else "None"
   assert capsys.readouterr().out.startswith(expected)
   assert names["opt_state"].applied_steps == 1
-
-
-# NaN in bfloat16.
 
 
 def test_bfloat16_has_all_guards_and_a_dead_run_is_ended():

@@ -34,61 +34,6 @@ def is_finite(tree):
   )
 
 
-# Control flow and devices -----------------------------------------------------
-
-
-def layer(x):
-  return jnp.exp(x) * 2 - x * x
-
-
-def hand_clamped_layer(x):
-  return clamp(clamp(clamp(jnp.exp(x)) * HALF(2)) - clamp(x * x))
-
-
-def in_everything(f):
-  """Returns a function with `f` in loops, branches and calls."""
-  f = jax.jit(jax.checkpoint(support.with_vjp(support.with_jvp(f))))
-
-  def step(x, _):
-    x = lax.cond(x[0] > 1, f, jnp.negative, x)
-    x = lax.while_loop(
-      lambda s: s[0] < 2, lambda s: (s[0] + 1, f(s[1])), (0, x)
-    )[1]
-    return x, f(x)
-
-  return lambda x: lax.scan(step, x, None, length=2)
-
-
-def test_every_operation_in_loops_branches_and_calls_is_clamped():
-  with jax.disable_jit():
-    expected = in_everything(hand_clamped_layer)(X)
-  assert not is_finite(in_everything(layer)(X))
-  got = jax.jit(emulate_saturation(in_everything(layer)))(X)
-  assert_same_bits(got, expected)
-  assert_same_bits(in_everything(emulate_saturation(layer))(X), expected)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_every_operation_on_each_device_is_clamped(check_vma):
-  def spread(f):
-    def on_device(x):
-      return f(x), lax.psum(jnp.maximum(x, 9000), "data")
-
-    return support.on_each_device(
-      on_device, (support.SPREAD, jax.P()), check_vma
-    )
-
-  got, total = jax.jit(emulate_saturation(spread(layer)))(X)
-  assert_same_bits(got, hand_clamped_layer(X))
-  assert total == LARGEST
-  got, total = jax.jit(spread(emulate_saturation(layer)))(X)
-  assert_same_bits(got, hand_clamped_layer(X))
-  assert jnp.isinf(total)  # That sum is outside of the emulation.
-
-
-# Derivatives ------------------------------------------------------------------
-
-
 def test_derivative_rules_are_used_and_clamped():
   # These rules are wrong, which shows that they are used.
   by_jvp = support.with_jvp(jnp.exp, lambda dx: dx * X[3] * X[3])
@@ -198,9 +143,6 @@ def test_forward_mode_is_an_error_and_its_remedy_works():
   assert_same_bits(tangent, clamp(x * clamp(jnp.exp(x))))
 
 
-# Unusual functions ------------------------------------------------------------
-
-
 def test_closed_over_arrays_are_differentiated():
   x = jnp.array([2.0, 12.0, 1.0], HALF)
 
@@ -245,9 +187,6 @@ def test_an_eager_shard_map_takes_the_derivative():
   gradient = jax.grad(lambda x: jnp.sum(emulate_saturation(jnp.square)(x)))
   fun = support.on_each_device(gradient, support.SPREAD)
   np.testing.assert_array_equal(fun(X / 4), X / 2)
-
-
-# Dtypes -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float64", "float8_e5m2"])

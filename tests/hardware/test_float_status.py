@@ -35,8 +35,6 @@ def hide(x):
 SMALL, LARGE = half(1.0, 2.0, 2.0), half(1.0, 300.0, 2.0)
 
 
-# Operations -------------------------------------------------------------------
-
 COUNTS = {
   operations.FINITE: (0, 0),
   operations.OVERFLOW: (1, 0),
@@ -151,9 +149,6 @@ def test_a_complex_result_overflows_if_one_of_its_parts_does(name):
   assert count(function, jnp.complex64(x), check=check) == expected
 
 
-# Masks ------------------------------------------------------------------------
-
-
 def masked(function):
   """Returns the value and gradient of a function of masked logits."""
 
@@ -180,26 +175,6 @@ def test_a_mask_of_inf_is_no_overflow(name):
   # A row without any logit may be undefined.
   keep[1] = False
   assert count(MASKED[name], logits, keep)[0] == 0
-
-
-# Control flow, transformations and devices ------------------------------------
-
-
-def three_times(x):
-  """Squares x three times, in a loop, a branch, and calls of three kinds."""
-
-  def step(carry, i):
-    def branch(x):
-      return jax.checkpoint(jax.jit(support.with_vjp(hide)))(x)
-
-    return carry + lax.cond(i < 3, branch, jnp.sum, x), None
-
-  return lax.scan(step, HALF(0), jnp.arange(5))[0]
-
-
-def test_an_overflow_counts_each_time_that_its_operation_runs():
-  assert count(three_times, SMALL) == (0, 0)
-  assert count(three_times, LARGE) == (3, 0)
 
 
 def ones_but(place, value):
@@ -262,9 +237,6 @@ def test_a_sharded_array_is_examined_where_it_lies(axis_type):
       assert count(function, x, w) == (overflows, 1)
 
 
-# The result, and its derivative -----------------------------------------------
-
-
 def network(x, w):
   """Returns a loss in float16 with a scan and a softmax."""
   x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)
@@ -323,9 +295,6 @@ def test_numbers_from_nothing_applied_functions_and_references_are_examined():
   assert status(LARGE)[1]
 
 
-# In a step --------------------------------------------------------------------
-
-
 def test_misused_statuses_are_explained():
   def function(x):
     _, status = hardware.float_status(lambda x: x * x)(x)
@@ -337,9 +306,6 @@ def test_misused_statuses_are_explained():
   _, status = hardware.float_status(lambda x: x * x)(HALF(300))
   with pytest.raises(TypeError, match="got a FloatStatus; pass it as overflow"):
     tx.update(HALF(0), tx.init(HALF(0)), skip=[status])
-
-
-# Errors -----------------------------------------------------------------------
 
 
 def test_anything_but_a_check_is_refused():

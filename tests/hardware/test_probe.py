@@ -192,9 +192,6 @@ def test_only_a_float8_may_be_rejected(emulated, seen):
     rejecting("bfloat16")
 
 
-# The whole --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
   ("platform", "capability", "expected"),
   [

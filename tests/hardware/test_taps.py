@@ -39,9 +39,6 @@ def measure(loss, x=X, zero=ZERO):
   return jax.jit(jax.grad(loss, 1))(x, zero)
 
 
-# Identity ---------------------------------------------------------------------
-
-
 @each_tap
 def test_values_and_their_gradients_pass_unchanged(name):
   tap, _ = TAPS[name]
@@ -52,9 +49,6 @@ def test_values_and_their_gradients_pass_unchanged(name):
   assert all(tapped[key] is others[key] for key in others)
   loss = functools.partial(tapped_loss, tap, factors=BAD)
   np.testing.assert_array_equal(jax.jit(jax.grad(loss))(X, ZERO), BAD)
-
-
-# Measurements -----------------------------------------------------------------
 
 
 def test_the_amax_is_the_largest_magnitude_or_inf_or_nan():
@@ -111,8 +105,6 @@ def test_every_leaf_of_a_tree_is_measured():
   assert measure(functools.partial(loss, status_tap)) == 2
 
 
-# Several taps -----------------------------------------------------------------
-
 # Each takes a loss, and measures five times what it does.
 SHARING = {
   "uses": lambda f: lambda x, zero: sum(f(k * x, zero) for k in range(5)),
@@ -166,8 +158,6 @@ def test_a_value_without_a_cotangent_is_not_measured(name):
 
   assert measure(loss) == 0
 
-
-# Devices ----------------------------------------------------------------------
 
 each_vma = pytest.mark.parametrize("check_vma", [True, False])
 
@@ -241,9 +231,6 @@ def test_a_sharded_array_is_measured_once(axis_type, name):
     factors = jax.device_put(SPREAD, support.SPREAD)
     loss = functools.partial(tapped_loss, tap, factors=factors)
     assert measure(loss, x) == (4 if name == "status_tap" else once)
-
-
-# Errors -----------------------------------------------------------------------
 
 
 @each_tap

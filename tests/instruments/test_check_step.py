@@ -24,9 +24,6 @@ def laws_of(report):
   return [verdicts(report)[x] for x in LAWS]
 
 
-# The stronger evidence counts.
-
-
 def combine(name, proof, run=None):
   """Returns what is said of a law that a proof and runs judge."""
   where = () if proof in ("proved", "not applied") else (("a/b.py", 7, "x"),)
@@ -184,9 +181,6 @@ def test_the_skip_law_names_the_worst_and_first_what_is_certain():
   verdict, text, _ = law({"skipped"}, ["a/x", "b"], {"a"})
   assert verdict == "wrong" and text.endswith("changed b.")
   assert law({"skipped"}, ["a/x"], {"a"})[0] == "inconclusive"
-
-
-# A proof alone, and runs alone.
 
 
 def test_a_step_with_shapes_is_only_proved():

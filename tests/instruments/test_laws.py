@@ -570,17 +570,11 @@ def test_runs_alone_give_a_law_its_verdict(program, runs_alone):
   assert ("Two runs with the same S" in str(report)) != report.deterministic
 
 
-# Rounding looks like no mistake.
-
-
 def test_a_scale_that_is_too_small_for_float16_breaks_no_law():
   tx = ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale(2.0**-4))
   half = ols.autocast(lambda *args: 2.0**-9 * loss_fn(*args), "O2")
   report = check(*step_of(tx, loss_fn=half))
   assert "wrong" not in verdicts(report).values(), report
-
-
-# The next value of each argument.
 
 
 def test_numbers_alone_are_no_next_values():
@@ -682,9 +676,6 @@ def test_a_step_of_any_signature_is_right():
   assert_proved(proved(bound, *args, BATCH, carry={}, may_change=None))
 
 
-# Flax NNX.
-
-
 class Net(nnx.Module):
   """Everything that a forward pass changes in place."""
 
@@ -764,9 +755,6 @@ def test_nnx_objects_need_no_carry_and_an_optimizer_with_loss_scaling():
   optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
   with pytest.raises(ValueError, match=r"unless an nnx\.Optimizer holds it"):
     check(nnx_step, model, optimizer, BATCH)
-
-
-# Refused arguments.
 
 
 NOT_FOUND = {
