@@ -22,7 +22,6 @@ from optax_lossscale import nnx
 from optax_lossscale import plot
 from optax_lossscale import presets
 from optax_lossscale import rules
-from optax_lossscale._base import arguments
 from tests import support
 
 
@@ -154,11 +153,6 @@ def with_traced(function):
 
 def test_a_traced_value_is_shown_by_its_shape_and_dtype():
   def check(x):
-    assert arguments.shown(x) == "a traced float32[]"
-    assert arguments.shown(jnp.stack([x, x])) == "a traced float32[2]"
-    assert arguments.kind_of(x) == "jax.Array"
-    text = arguments.shown({"a": (x, 1), "b": [x]}, 1000)
-    assert text.count("Traced(") >= 2 and "Tracer" not in text
     with pytest.raises(TypeError) as error:
       ols.DynamicLossScale(growth_interval=x)
     assert str(error.value) == (

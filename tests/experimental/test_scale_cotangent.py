@@ -8,7 +8,6 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import experimental
-from optax_lossscale import hardware
 from tests.support import on_each_device
 
 HALF = jnp.float16
@@ -107,33 +106,6 @@ def test_each_further_derivative_multiplies_once_more():
 
   assert jax.grad(cube)(1.0) == 4 * 3
   assert jax.grad(jax.grad(cube))(1.0) == 4**2 * 6
-
-
-def scan(x, scale):
-  def step(carry, y):
-    return carry + scaled_loss(y, scale, y.dtype.type(1)), None
-
-  return lax.scan(step, x.dtype.type(0), jnp.stack([x] * 2))[0]
-
-
-def status(x, scale):
-  return hardware.float_status(scan)(x, scale)[0]
-
-
-INSIDE = {
-  "remat of scan": jax.checkpoint(scan),
-  "autocast": ols.autocast(scan, "O1"),
-  "emulate_saturation": hardware.emulate_saturation(scan),
-  "float_status": status,
-}
-
-
-@pytest.mark.parametrize("function", INSIDE.values(), ids=INSIDE)
-def test_a_cotangent_is_multiplied_inside_of(function):
-  # `autocast` makes these float32 values float16.
-  x = jnp.float32(X)
-  found = jax.jit(jax.grad(function))(x, jnp.float32(4))
-  np.testing.assert_array_equal(found, 8)
 
 
 def test_autocast_multiplies_in_float32_what_float16_cannot_hold():

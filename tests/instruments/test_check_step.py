@@ -75,12 +75,6 @@ def test_a_law_that_is_unknown_and_did_not_run_asks_for_arrays():
   assert law.verdict == "inconclusive" and "arrays" in law.remedy
 
 
-def test_a_proof_that_runs_contradict_asks_for_a_report():
-  law = combine("skip", "proved", "wrong")
-  assert (law.verdict, law.remedy) == ("wrong", "Do.")
-  assert law.text.startswith("It is seen. But the law was proved: please rep")
-
-
 def test_each_s_is_combined_with_its_own_runs():
   proofs = [
     _verdicts.Proved("scale", "proved", "It is shown.", path=x) for x in "ab"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import instruments
+from tests import support
 from tests.instruments.histories import make_history
 
 INF, NAN = math.inf, math.nan
@@ -24,10 +24,6 @@ UNSCALED = np.ldexp(
 UNSCALED[7], UNSCALED[20:22], UNSCALED[33] = 0, 64.0, 2.0**14
 
 
-class RuleState(NamedTuple):
-  loss_scale: jax.Array
-
-
 @dataclasses.dataclass(frozen=True)
 class LooksAtAmax(ols.LossScale):
   """A user's rule that counts how often its update was traced."""
@@ -36,12 +32,12 @@ class LooksAtAmax(ols.LossScale):
   traced = 0
 
   def init(self):
-    return RuleState(jnp.float32(2.0**20))
+    return support.StubState(jnp.float32(2.0**20))
 
   def update(self, state, overflow, *, amax=None):
     type(self).traced += 1
     fits = state.loss_scale * jnp.where(amax < 256, self.factor, 1)
-    return RuleState(jnp.where(overflow, state.loss_scale / 4, fits))
+    return support.StubState(jnp.where(overflow, state.loss_scale / 4, fits))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +45,10 @@ class Falls(ols.LossScale):
   """A user's rule without a floor."""
 
   def init(self):
-    return RuleState(jnp.float32(1.0))
+    return support.StubState(jnp.float32(1.0))
 
   def update(self, state, overflow, *, amax=None):
-    return RuleState(state.loss_scale * 2.0**-60)
+    return support.StubState(state.loss_scale * 2.0**-60)
 
 
 class Unhashable(LooksAtAmax):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from optax_lossscale.instruments import swallowed_share
-from tests import support
 
 
 def expected_share(params, updates):
@@ -71,15 +70,3 @@ def test_updates_for_other_parameters_are_refused():
     swallowed_share({"a": jnp.ones(1)}, {"b": jnp.ones(1)})
   with pytest.raises(ValueError, match=r"the shapes .* got \(2,\) for"):
     swallowed_share({"a": jnp.ones(1)}, {"a": jnp.ones(2)})
-
-
-def test_sharded_arrays_are_counted_where_they_are():
-  mesh = support.make_mesh("Explicit", data=4, model=2)
-  sharding = jax.NamedSharding(mesh, jax.P("data", "model"))
-  x = np.exp2(np.random.default_rng(3).integers(-50, 1, size=(8, 30)))
-  params, updates = np.ones((8, 30), np.float32), x.astype(np.float32)
-  sharded = [jax.device_put(array, sharding) for array in (params, updates)]
-  function = jax.jit(swallowed_share).lower(*sharded).compile()
-  assert function(*sharded) == expected_share(params, updates)
-  moved = support.between_devices(function)
-  assert moved and all(" all-reduce" in line for line in moved)
