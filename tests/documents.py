@@ -209,6 +209,14 @@ def reading(path, without=None, **names):
   page.end()
 
 
+@functools.cache
+def whole(path):
+  """Returns a page whose blocks have all run, once for all tests of it."""
+  with reading(path) as page:
+    page.run()
+  return page
+
+
 def training():
   """Returns a linear regression, and an optimizer with loss scaling for it."""
 

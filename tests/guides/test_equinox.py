@@ -15,13 +15,7 @@ pytestmark = pytest.mark.slow
 
 PATH = "docs/guides/equinox.md"
 PAGE = documents.read(PATH)
-
-
-@functools.cache
-def page():
-  with documents.reading(PATH) as page:
-    page.run()
-  return page
+page = functools.partial(documents.whole, PATH)
 
 
 def test_the_page_prints_what_it_shows():

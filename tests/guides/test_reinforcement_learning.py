@@ -17,13 +17,7 @@ pytestmark = pytest.mark.slow
 
 PATH = "docs/guides/reinforcement_learning.md"
 PAGE = documents.read(PATH)
-
-
-@functools.cache
-def page():
-  with documents.reading(PATH) as page:
-    page.run()
-  return page
+page = functools.partial(documents.whole, PATH)
 
 
 def draw(seed, *shape):

@@ -14,13 +14,7 @@ from tests.support import relative_error
 pytestmark = pytest.mark.slow
 
 PATH = "docs/guides/several_losses.md"
-
-
-@functools.cache
-def page():
-  with documents.reading(PATH) as page:
-    page.run()
-  return page
+page = functools.partial(documents.whole, PATH)
 
 
 def run(title, words, **names):

@@ -371,7 +371,21 @@ def test_sixteen_bit_parameters_keep_their_roundings_and_need_no_more(
 # The figures of docs/costs.md, within bounds for another version of JAX.
 
 
-def check_figures(part, target, names):
+QUICK = "update, float16 gradients"
+
+
+@pytest.mark.parametrize(
+  ("part", "target"),
+  [
+    pytest.param(part, target, marks=() if part == QUICK else pytest.mark.long)
+    for part, (_, its_targets) in cases.PARTS.items()
+    for target in its_targets
+  ],
+)
+def test_a_program_needs_what_the_page_says(part, target):
+  # The peers take as long again, so only where that is not long.
+  is_short = part == QUICK or "train" in part
+  names = cases.CONTENDERS[: 2 if is_short else 4]
   found = cases.figures(part, target, names)
   for name in names:
     row, stored = found[name], STORED["parts"][part][target][name]
@@ -381,27 +395,6 @@ def check_figures(part, target, names):
       most = 0.1 * stored[key] + slack
       is_near = abs(x - stored[key]) <= most
       assert is_near, f"{part}, {target}, {name}: {key} {x}, not {stored[key]}"
-
-
-@each_target
-def test_the_update_phase_needs_what_the_page_says(target):
-  names = cases.CONTENDERS[:2]
-  check_figures("update, float16 gradients", target, names)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-  ("part", "target"),
-  [
-    (part, target)
-    for part, (_, its_targets) in cases.PARTS.items()
-    for target in its_targets
-    if part != "update, float16 gradients"
-  ],
-)
-def test_a_train_step_needs_what_the_page_says(part, target):
-  # The peers take as long again, so only where that is not long.
-  check_figures(part, target, cases.CONTENDERS[: 2 if "train" in part else 4])
 
 
 @pytest.mark.long
