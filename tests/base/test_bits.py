@@ -67,17 +67,6 @@ def test_guarantee_5_amax_nan_and_inf_are_seen_wherever_they_are(amax, dtype):
         np.testing.assert_array_equal(found, np.abs(value), f"{size}, {place}")
 
 
-def test_every_value_of_a_narrow_dtype_is_its_own_amax(amax):
-  names = "float16", "bfloat16", *support.FLOAT8
-  for dtype in map(jnp.dtype, names):
-    values = every(dtype)
-    found = jax.vmap(lambda x: amax([x]))(jnp.asarray(values))
-    assert found.dtype == _bits.carrier(dtype)
-    np.testing.assert_array_equal(
-      np.float32(found), np.abs(values.astype(np.float32))
-    )
-
-
 def test_every_array_counts_and_empty_ones_do_not(amax):
   # More of one size than share a kernel, and others of all sizes.
   sizes = *[5000] * 10, *[65_536] * 2, 0, 7, 600, 1

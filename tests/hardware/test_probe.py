@@ -71,9 +71,6 @@ def subnormal_of(name):
   return np.array(float(jnp.finfo(dtype).smallest_normal) / 2, dtype)
 
 
-# This CPU, against NumPy and against operations run one at a time -------------
-
-
 @pytest.mark.parametrize("name", DTYPES)
 def test_results_of_a_cpu_are_those_of_numpy_and_of_single_operations(
   name, seen
@@ -96,9 +93,6 @@ def test_a_nan_is_kept_where_jax_keeps_it(seen, outputs):
   expected = np.isnan(maxima)
   np.testing.assert_array_equal(np.isnan(outputs["maxima"]), expected)
   assert seen.max_keeps_nan == bool(expected.all())
-
-
-# Other hardware, emulated by another program or by other outputs --------------
 
 
 @pytest.mark.parametrize("name", ["float16", "float32"])

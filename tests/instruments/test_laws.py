@@ -52,9 +52,6 @@ def runs_alone(monkeypatch):
   monkeypatch.setattr(_check_step, "_proved", prove)
 
 
-# Right programs.
-
-
 def pmapped(after=lambda new: new, axis_name="data", average_scaled="data"):
   """Returns a step on two devices, with what they do after it."""
   tx = ols.loss_scaling(
@@ -473,9 +470,6 @@ def test_a_program_gets_its_verdicts(program):
   kinds = {verdict for _, verdict, _ in expected}
   assert ("wrong" in found.values()) == ("wrong" in kinds), report
   assert report.ok == (not kinds & {"wrong", "inconclusive"})
-
-
-# Runs without a proof.
 
 
 def drawing(change):

@@ -170,9 +170,6 @@ def test_a_dtype_holds_another_if_every_number_comes_back(
   assert _values.holds(jnp.dtype(wide), jnp.dtype(narrow)) == is_wide_enough
 
 
-# ---- A proof leaves other traces alone.
-
-
 def text(function, args):
   return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(function)(*args)))
 
@@ -212,8 +209,6 @@ def test_a_step_runs_after_a_proof_as_before_it():
     jax.tree.map(np.testing.assert_array_equal, after, before)
   assert step._cache_size() == count
 
-
-# ---- A proof's assumptions about the library are true.
 
 GRADIENTS = {
   "a": jnp.asarray([0, 1.5, -3, 2.0**20]),
@@ -287,9 +282,6 @@ def test_a_schedule_that_is_told_the_same_count_stays():
     state = schedule.update(schedule.init(), step=jnp.int32(steps))
     again = schedule.update(state, step=jnp.int32(steps))
     jax.tree.map(np.testing.assert_array_equal, again, state)
-
-
-# ---- Runs see an assumption that is not true.
 
 
 def find_always(**changes):
@@ -501,9 +493,6 @@ def test_a_function_is_proved_if_an_inf_shows_and_not_if_it_may_hide(change):
   assert is_hidden == (change in HIDING) == (not report.ok)
   expected = "inconclusive" if is_hidden else "proved"
   assert verdicts(report)["scale"] == expected, report
-
-
-# ---- Several states, old values and branches.
 
 
 def two(change=lambda new, found, old: found, loss_of_b=loss_fn):
