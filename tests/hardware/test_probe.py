@@ -189,11 +189,8 @@ def test_only_a_float8_may_be_rejected(emulated, seen):
 @pytest.mark.parametrize(
   ("platform", "capability", "expected"),
   [
-    ("cpu", None, "float32"),
-    ("tpu", None, "bfloat16"),
+    # tests/guides/test_checks.py has the rows of the page.
     ("gpu", "6.1", None),
-    ("gpu", "7.0", "float16"),
-    ("gpu", "8.0", "bfloat16"),
     ("cuda", "10.0", "bfloat16"),
     ("gpu", "gfx942", None),
     ("xpu", "12.55", None),
