@@ -15,53 +15,7 @@ from optax_lossscale import presets
 from optax_lossscale.presets import declaration
 from tests import support
 
-# The arguments of each original, in its order and with its defaults.
-SIGNATURES = {
-  "torch": "init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5,"
-  "growth_interval=2000, enabled=True",
-  "torch_sharded": "init_scale=2.0**16, backoff_factor=0.5, growth_factor=2.0,"
-  "growth_interval=2000, enabled=True",
-  "megatron": "initial_scale=2.0**32, min_scale=1.0, growth_factor=2.0,"
-  "backoff_factor=0.5, growth_interval=1000, hysteresis=2, refill='growth'",
-  "megatron_constant": "initial_scale",
-  "deepspeed": "init_scale=2.0**16, scale_window=1000, min_scale=1.0,"
-  "delayed_shift=2, consecutive_hysteresis=False,"
-  "raise_error_at_min_scale=True",
-  "deepspeed_legacy": "init_scale=2.0**32, scale_factor=2.0, scale_window=1000,"
-  "min_scale=1.0, delayed_shift=1, consecutive_hysteresis=False,"
-  "raise_error_at_min_scale=True",
-  "apex": "loss_scale='dynamic', init_scale=2.0**16, scale_factor=2.0,"
-  "scale_window=2000, min_loss_scale=None, max_loss_scale=2.0**24",
-  "apex_hysteresis": "init_scale=2.0**16, growth_factor=2.0,"
-  "backoff_factor=0.5, growth_interval=2000, hysteresis=1",
-  "fairseq": "init_scale=2.0**15, scale_factor=2.0, scale_window=2000,"
-  "tolerance=0.0, threshold=None, min_loss_scale=1e-4",
-  "metaseq": "init_scale=4.0, scale_factor=2.0, scale_window=256,"
-  "tolerance=0.0, threshold=None, min_loss_scale=2.0**-5",
-  "colossalai": "initial_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5,"
-  "growth_interval=1000, min_scale=None, max_scale=None, hysteresis=2",
-  "npu_exponential": "init_loss_scale, incr_every_n_steps,"
-  "decr_every_n_nan_or_inf=2, incr_ratio=2.0, decr_ratio=0.8",
-  "npu_fixed": "loss_scale, enable_overflow_check=True",
-  "tf_exponential": "init_loss_scale, incr_every_n_steps,"
-  "decr_every_n_nan_or_inf=2, incr_ratio=2.0, decr_ratio=0.8",
-  "tensorflow": "initial_loss_scale=2.0**15, increment_period=2000,"
-  "multiplier=2.0",
-  "keras": "initial_scale=2.0**15, dynamic_growth_steps=2000",
-  "mindspore": "init_loss_scale=2.0**24, scale_factor=2, scale_window=2000",
-  "mindspore_fixed": "loss_scale=128.0, drop_overflow_update=True",
-  "mindspore_amp": "scale_value, scale_factor, scale_window",
-  "mindspore_cell": "loss_scale_value, scale_factor, scale_window",
-  "paddle": "enable=True, init_loss_scaling=2.0**16, incr_ratio=2.0,"
-  "decr_ratio=0.5, incr_every_n_steps=2000, decr_every_n_nan_or_inf=1,"
-  "use_dynamic_loss_scaling=True",
-  "paddle_op": "init_loss_scaling=2.0**16, incr_every_n_steps=2000,"
-  "decr_every_n_nan_or_inf=1, incr_ratio=2.0, decr_ratio=0.5",
-  "flax": "scale=65536.0, growth_factor=2.0, backoff_factor=0.5,"
-  "growth_interval=2000, minimum_scale=2.0**-126",
-  "jmp": "loss_scale, period=2000, factor=2, min_loss_scale=1.0",
-}
-SYSTEMS = list(SIGNATURES)
+SYSTEMS = list(declaration.PRESETS)
 
 # Arguments that do not take the values of their column.
 SPECIAL = {

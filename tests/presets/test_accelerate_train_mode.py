@@ -2,7 +2,6 @@
 
 import dataclasses
 import decimal
-import inspect
 import math
 
 from hypothesis import given
@@ -80,12 +79,6 @@ def test_the_error_says_the_grammar_and_the_bounds():
 
 
 # The other arguments.
-
-
-def test_all_arguments_but_the_text_are_keyword_only():
-  first, *others = inspect.signature(accelerate_train_mode).parameters.values()
-  assert first.kind == first.POSITIONAL_OR_KEYWORD
-  assert {other.kind for other in others} == {first.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize(("mode", "other"), [MODES, MODES[::-1]])

@@ -1,7 +1,6 @@
 """npu_bridge's optimizer: its arguments, its check, and several workers."""
 
 import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
@@ -46,18 +45,6 @@ def on_workers(mapping, tx):
   )
 
 
-def test_the_three_arguments_of_the_original_are_positional():
-  parameters = inspect.signature(presets.npu_loss_scale_optimizer).parameters
-  assert [(name, x.kind.name) for name, x in parameters.items()] == [
-    ("opt", "POSITIONAL_OR_KEYWORD"),
-    ("loss_scale_manager", "POSITIONAL_OR_KEYWORD"),
-    ("is_distributed", "POSITIONAL_OR_KEYWORD"),
-    ("axis_name", "KEYWORD_ONLY"),
-    ("check", "KEYWORD_ONLY"),
-  ]
-  assert parameters["is_distributed"].default is False
-
-
 @pytest.mark.parametrize(
   ("arguments", "match"),
   [
@@ -90,25 +77,6 @@ def test_another_check_can_be_passed():
   tx = optimizer(check=ols.nonfinite())
   _, state = tx.update(jnp.float32(LARGEST), tx.init(jnp.float32(0.0)))
   assert not state.skipped
-
-
-def test_the_step_takes_parameters_and_the_callers_flag():
-  tx = presets.npu_loss_scale_optimizer(
-    optax.adamw(0.1), EXPONENTIAL, is_distributed=True
-  )
-  params = jnp.float32(1.0)
-  state = tx.init(params)
-  _, skipped = tx.update(params, state, params, overflow=jnp.array(1))
-  assert skipped.skipped and ols.get_loss_scale(skipped) == 4.0
-  assert not tx.update(params, state, params)[1].skipped
-
-
-def test_without_the_overflow_check_every_step_is_applied():
-  manager = presets.npu_fixed(loss_scale=8.0, enable_overflow_check=False)
-  tx = presets.npu_loss_scale_optimizer(optax.sgd(1.0), manager)
-  updates, state = tx.update(jnp.array([8.0, LARGEST]), tx.init(jnp.zeros(2)))
-  np.testing.assert_array_equal(updates, [-1.0, -LARGEST / 8])
-  assert state.overflow and not state.skipped
 
 
 # Several workers.
@@ -158,13 +126,3 @@ def test_workers_that_share_an_s_are_told_to_be_distributed():
   match = r"varies along 'data' .*npu_loss_scale_optimizer\(\.\.\., is_dist"
   with pytest.raises(ValueError, match=match):
     jax.jit(step)(jnp.ones(8))
-
-
-def test_is_distributed_needs_no_axis_under_plain_jit():
-  tx = optimizer(is_distributed=True)
-  sharding = jax.NamedSharding(support.make_mesh("Explicit"), support.SPREAD)
-  with jax.set_mesh(sharding.mesh):
-    params = jax.device_put(jnp.zeros(8), sharding)
-    scaled_grads = jax.device_put(jnp.ones(8).at[5].set(LARGEST), sharding)
-    updates, state = jax.jit(tx.update)(scaled_grads, tx.init(params), params)
-  assert state.skipped and np.all(updates == 0)

