@@ -150,10 +150,10 @@ def anchors(text):
 @pytest.mark.parametrize(
   "page",
   [
-    documents.ROOT / "README.md",
-    documents.ROOT / "index.md",
+    *documents.ROOT.glob("*.md"),
     documents.ROOT / "notebooks" / "README.md",
     documents.ROOT / "benchmarks" / "truth" / "README.md",
+    *documents.ROOT.glob("examples/*.md"),
     *DOCS.rglob("*.md"),
   ],
   ids=lambda page: page.stem,

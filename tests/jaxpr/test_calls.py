@@ -99,19 +99,6 @@ def test_a_jitted_function_that_places_any_of_its_values_stays_a_call(side):
   assert calls.transparent_body(equation_of(function, X, X)) is None
 
 
-def test_the_values_that_loops_carry_are_found():
-  def scan(x, y, xs):
-    return lax.scan(lambda c, z: ((c[0] + x, c[1] * y), z + x), (x, y), xs)
-
-  def loop(x, y, z):
-    return lax.while_loop(
-      lambda c: c[0] < x, lambda c: (c[0] + y, c[1] * y), (z, z)
-    )
-
-  assert calls.carried(equation_of(scan, 1.0, 2.0, X)) == range(2, 4)
-  assert calls.carried(equation_of(loop, 1.0, 2.0, 3.0)) == range(2, 4)
-
-
 @each_primitive
 def test_every_reader_of_programs_sees_the_operation_inside(name):
   function = PROGRAMS[name](hidden)

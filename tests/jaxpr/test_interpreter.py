@@ -9,7 +9,6 @@ import jax
 from jax import lax
 from jax.experimental import io_callback
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.extend.core import primitives
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -134,20 +133,6 @@ def test_custom_derivative_rules_are_still_used(rule):
     assert jax.jit(jax.grad(inner))(X).tolist() == [slope] * 3
 
 
-def test_a_rule_is_asked_once_per_equation_in_order_and_its_results_are_read():
-  asked = []
-
-  def rule(equation, inputs):
-    asked.append(equation.primitive.name)
-    if equation.primitive is primitives.sin_p:
-      return [inputs[0] * 10]
-    return interpreter.bind(equation, inputs)
-
-  got = evaluated(lambda x: jnp.negative(jnp.sin(x)) * 2 + x, rule)(X)
-  assert asked == ["sin", "neg", "mul", "add"]
-  assert got.tolist() == (X * -19).tolist()
-
-
 # Contexts of operations -------------------------------------------------------
 
 
@@ -220,19 +205,6 @@ def test_effects_happen_once_per_call_and_in_order(transform):
 # Devices ----------------------------------------------------------------------
 
 
-def test_a_shard_map_is_evaluated_from_outside_and_from_inside():
-  def function(x):
-    mean = jax.jit(lambda x: lax.pmean(x, "data"))(x)
-    return mean, x * mean + lax.axis_index("data")
-
-  out_specs, x = (jax.P(), support.SPREAD), jnp.arange(8.0)
-  mapped = support.on_each_device(function, out_specs)
-  expected = jax.jit(mapped)(x)
-  assert_same_bits(evaluated(mapped)(x), expected)
-  inside = support.on_each_device(evaluated(function), out_specs)
-  assert_same_bits(jax.jit(inside)(x), expected)
-
-
 # Recordings -------------------------------------------------------------------
 
 
@@ -299,17 +271,6 @@ def test_only_what_is_evaluated_at_once_is_recording():
 # Changes in place -------------------------------------------------------------
 
 
-def test_a_change_in_place_of_an_object_is_an_error_that_names_it():
-  module = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
-  call = lambda module, x: module(x)  # noqa: E731
-  with pytest.raises(ValueError, match="`fun` must not change its") as caught:
-    recorded(call)(module, jnp.ones((3, 2)))
-  for part in ("mean", "nnx.split", "optax_lossscale.nnx.autocast"):
-    assert part in str(caught.value)
-  with pytest.raises(ValueError, match=r"must not change NNX .*nnx\.autocast"):
-    recorded(lambda x: module(x))(jnp.ones((3, 2)))
-
-
 def test_unchanged_objects_and_changed_dicts_are_fine():
   module = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
   call = lambda module, x: module(x)  # noqa: E731
@@ -330,6 +291,7 @@ def test_unchanged_objects_and_changed_dicts_are_fine():
 # Of modules and attributes that begin with an underscore, and all of jaxlib.
 PRIVATE = re.compile(
   r"import jaxlib|from jaxlib|\bjax(\.\w+)*\._|jax.* import _"
+  r"|(optax|flax)\._src"
 )
 
 

@@ -108,29 +108,6 @@ def test_only_some_scatters_and_absolute_values_are_moves():
   assert not operation_table.moves(equation_of(lax.abs, z))
 
 
-# A function for each name of `name_of` that is not the primitive's.
-NAMED = {
-  "reciprocal": lambda x: lax.integer_pow(x, -1),
-  "square": lambda x: lax.integer_pow(x, 2),
-  "cube": lambda x: lax.integer_pow(x, 3),
-  "integer_pow": lambda x: lax.integer_pow(x, 4),
-  "mul": lambda x: x * np.arange(3.0, dtype=np.float32),
-  "div": lambda x: x / 3,
-  "vecdot": lambda x: lax.dot(x, x),
-  "dot_general": lambda x: lax.dot_general(x, x, (((), ()), ((), ()))),
-}
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_equivalent_operations_share_a_name(name):
-  x = jnp.arange(3.0)
-  assert operation_table.name_of(equation_of(NAMED[name], x)) == name
-  if name == "reciprocal":
-    assert operation_table.name_of(equation_of(lambda x: 1 / x, x)) == name
-  if name == "square":
-    assert operation_table.name_of(equation_of(lambda x: x * x, x)) == name
-
-
 # Primitives that jax.extend.core.primitives and jax.lax do not list, each with
 # what JAX records as one, in a `shard_map` over an axis named "x".
 WITHOUT_A_HANDLE = {
