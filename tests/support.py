@@ -12,6 +12,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_lossscale as ols
@@ -130,6 +131,59 @@ def make_mesh(axis_type="Auto", **axes):
     axis_types=(jax.sharding.AxisType[axis_type],) * len(axes),
     devices=jax.devices()[: math.prod(shape)],
   )
+
+
+def scale_of(state):
+  """Returns S, or 1 without loss scaling."""
+  found = optax.tree.get(state, "loss_scale")
+  return jnp.float32(1) if found is None else found
+
+
+class Recorded(NamedTuple):
+  updates: object
+  params: object
+  extra_args: object
+
+
+def recording(calls):
+  """Returns a transformation that notes its arguments and passes them on."""
+
+  def init(params):
+    calls.append(Recorded(None, params, None))
+    return optax.EmptyState()
+
+  def update(updates, state, params=None, **extra_args):
+    calls.append(Recorded(updates, params, extra_args))
+    return updates, state
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+class Boxed:
+  """An array in a box of its own, as NNX keeps them."""
+
+  dtype, shape = jnp.dtype("float32"), ()
+
+  def __init__(self, value):
+    self.value = value
+
+  def __jax_array__(self):
+    return jnp.asarray(self.value, jnp.float32)
+
+
+class ExponentState(NamedTuple):
+  exponent: jax.Array
+
+  @property
+  def loss_scale(self):
+    return jnp.exp2(self.exponent)
+
+
+class Exponent(Stub):
+  """A rule whose S is computed, so that nobody can set it."""
+
+  def init(self):
+    return ExponentState(jnp.float32(3))
 
 
 def on_each_device(function, out_specs, check_vma=True, in_specs=SPREAD):

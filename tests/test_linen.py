@@ -17,11 +17,8 @@ import pytest
 
 import optax_lossscale as ols
 from tests.support import assert_same_bits
-from tests.support import AXIS_TYPES
-from tests.support import make_mesh
 from tests.support import same_bits
 from tests.support import Stub
-from tests.support import to_bits
 
 FP8 = "_overwrite_with_gradient"
 
@@ -37,20 +34,17 @@ class State(ols.linen.TrainState):
 
 
 @functools.cache
-def optimizer(axis_name=None):
+def optimizer():
   """Returns Adam within loss scaling; one object, as jit compares them."""
-  inner = optax.adam(0.1)
-  if axis_name:
-    inner = optax.chain(ols.pmean_gradients(axis_name), inner)
-  return ols.loss_scaling(inner, Stub(8.0), axis_name=axis_name)
+  return ols.loss_scaling(optax.adam(0.1), Stub(8.0))
 
 
-def new_state(tx=None):
+def new_state():
   params = {"w": jnp.ones((3, 2))}
   return State.create(
     apply_fn=None,
     params=params,
-    tx=tx or optimizer(),
+    tx=optimizer(),
     batch_stats={"mean": jnp.zeros(2)},
     ema=params,
     key=jax.random.PRNGKey(1),
@@ -65,27 +59,20 @@ def loss_fn(params, batch_stats, key, batch, factor):
   return jnp.mean(outputs**2) * factor, {"mean": mean}
 
 
-def train_step(state, factor, batch=BATCH, axis_name=None):
-  params = state.params
+@jax.jit
+def jitted_step(state, factor):
   key, own_key = jax.random.split(state.key)
-  if axis_name:
-    params = ols.make_varying(params, axis_name)
   value_and_grad = ols.scaled_value_and_grad(
     loss_fn, state.opt_state, has_aux=True
   )
   (_, batch_stats), scaled_grads = value_and_grad(
-    params, state.batch_stats, own_key, batch, factor
+    state.params, state.batch_stats, own_key, BATCH, factor
   )
-  if axis_name:
-    batch_stats = jax.lax.pmean(batch_stats, axis_name)
   state = state.apply_gradients(
     grads=scaled_grads, batch_stats=batch_stats, key=key
   )
   ema = optax.incremental_update(state.params, state.ema, 0.25)
   return state.replace_if_applied(ema=ema)
-
-
-jitted_step = jax.jit(train_step)
 
 
 @functools.cache
@@ -158,60 +145,6 @@ def test_create_can_be_traced_for_its_shapes():
     assert not shape.weak_type
 
 
-@pytest.mark.parametrize("axis_type", AXIS_TYPES)
-def test_guarantee_10_parameters_and_their_average_stay_sharded(axis_type):
-  class Averaging(ols.linen.TrainState):
-    ema: jax.Array
-
-  @jax.jit
-  def step(state, scaled_grads):
-    state = state.apply_gradients(grads=scaled_grads)
-    ema = optax.incremental_update(state.params, state.ema, 0.25)
-    return state.replace_if_applied(ema=ema)
-
-  mesh = make_mesh(axis_type)
-  spread = jax.NamedSharding(mesh, jax.P("data"))
-  good = np.full(16, 8, np.float32)
-  bad = good.copy()
-  bad[11] = np.nan
-  with jax.set_mesh(mesh):
-    params = jax.device_put(np.ones(16, np.float32), spread)
-    state = Averaging.create(
-      apply_fn=None, params=params, tx=optimizer(), ema=params
-    )
-    for values in (good, bad):
-      state = step(state, jax.device_put(values, spread))
-  assert state.params.sharding == state.ema.sharding == spread
-  np.testing.assert_allclose(state.params, np.full(16, 0.9), rtol=1e-5)
-  np.testing.assert_allclose(state.ema, np.full(16, 0.975), rtol=1e-5)
-  assert (state.step, state.attempts, state.loss_scale) == (1, 2, 8.0)
-
-
-def test_guarantee_10_one_device_of_shard_map_skips_the_step_on_all():
-  state = new_state(optimizer("data"))
-
-  @jax.jit
-  @jax.shard_map(
-    mesh=make_mesh(),
-    in_specs=(jax.P(), jax.P("data"), jax.P("data")),
-    out_specs=jax.P(),
-  )
-  def step(state, factor, batch):
-    return train_step(state, factor[0], batch, "data")
-
-  good = np.ones(8, np.float32)
-  first = step(state, good, BATCH)
-  assert (first.step, first.skipped) == (1, False)
-  assert to_bits(first.batch_stats) != to_bits(state.batch_stats)
-  bad = good.copy()
-  bad[5] = np.nan
-  second = step(first, bad, BATCH)
-  assert_same_bits(moving_parts(second), moving_parts(first))
-  assert (second.attempts, second.skipped) == (2, True)
-  copies = [np.asarray(x.data) for x in second.loss_scale.addressable_shards]
-  assert copies == [8.0] * 8
-
-
 PARAMS = jnp.array([1.0, 2.0])
 GOOD, BAD = jnp.array([8.0, 16.0]), jnp.array([8.0, jnp.inf])
 
@@ -231,8 +164,13 @@ def averaged_state(tx=None, params=PARAMS, mean=0.0):
 
 @pytest.mark.parametrize(
   "wrap",
-  [core.freeze, lambda x: x["a"], lambda x: (x["a"],)],
-  ids=["FrozenDict", "array", "tuple"],
+  [
+    core.freeze,
+    lambda x: x["a"],
+    lambda x: (x["a"],),
+    lambda x: {"a": nn.Partitioned(x["a"], names=("data",))},
+  ],
+  ids=["FrozenDict", "array", "tuple", "boxed with its partitioning"],
 )
 def test_params_may_be_any_pytree(wrap):
   state = averaged_state(params=wrap({"a": PARAMS}))
@@ -241,16 +179,6 @@ def test_params_may_be_any_pytree(wrap):
     assert jax.tree.structure(new) == jax.tree.structure(state)
     np.testing.assert_array_equal(jax.tree.leaves(new.params)[0], expected)
     state = new
-  assert (state.step, state.attempts) == (1, 2)
-
-
-def test_params_may_be_boxed_with_their_partitioning():
-  box = functools.partial(nn.Partitioned, names=("data",))
-  state = averaged_state(params={"a": box(PARAMS)})
-  for gradient in (GOOD, BAD):
-    state = state.apply_gradients(grads={"a": box(gradient)})
-  assert state.params["a"].names == ("data",)
-  np.testing.assert_array_equal(state.params["a"].value, [0.0, 0.0])
   assert (state.step, state.attempts) == (1, 2)
 
 

@@ -5,7 +5,6 @@ The workflows cannot run here. Each of their commands is a part of .ci/run.
 
 import ast
 import pathlib
-import pickle
 import re
 import subprocess
 import tomllib
@@ -263,36 +262,3 @@ def test_the_package_neither_loads_pickles_nor_executes_text():
         assert node.arg != "allow_pickle", path
   # The one that SECURITY.md names.
   assert starts == {"instruments/compiling.py"}
-
-
-class Trap:
-  """Makes a file when it is unpickled."""
-
-  def __init__(self, path):
-    self.path = path
-
-  def __reduce__(self):
-    return pathlib.Path.touch, (self.path,)
-
-
-def test_a_history_that_is_a_pickle_is_refused_and_not_run(tmp_path):
-  made = tmp_path / "made"
-  data = pickle.dumps(Trap(made))
-  path = tmp_path / "history.csv"
-  path.write_bytes(data)
-  with pytest.raises(ValueError, match="history"):
-    ols.instruments.read_history(path)
-  assert not made.exists()
-  pickle.loads(data)
-  assert made.exists()
-
-
-@pytest.mark.parametrize("value", ["open('made', 'w')", b"\x80\x04N."])
-def test_a_checkpoint_with_code_in_place_of_a_number_is_refused(
-  value, tmp_path, monkeypatch
-):
-  monkeypatch.chdir(tmp_path)
-  saved = {"scale": value, "growth_tracker": 0, "hysteresis_tracker": 1}
-  with pytest.raises(ValueError, match="'scale'"):
-    ols.presets.from_state_dict("megatron", saved)
-  assert not list(tmp_path.iterdir())

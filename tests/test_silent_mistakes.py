@@ -508,7 +508,10 @@ MISTAKES = {
   ),
   "a rule in a chain": Mistake(
     a_rule_in_a_chain,
-    {ERROR: "a rule must be inside of loss_scaling, got a DynamicLossScale in"},
+    {
+      ERROR: "a rule must be inside of loss_scaling, got a DynamicLossScale in "
+      "the place of an optimizer; write loss_scaling(optax.adam(1e-3), rule)."
+    },
   ),
   "the optimizer for its state": Mistake(
     lambda: told(value_and_grad=lambda loss_fn, _: scaled(loss_fn, SCALED)),

@@ -2,7 +2,6 @@
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,12 +30,6 @@ each_position = pytest.mark.parametrize("position", POSITIONS)
 each_scaling = pytest.mark.parametrize("position", SCALING)
 
 
-def scale_of(state):
-  """Returns S, or 1 without loss scaling."""
-  found = optax.tree.get(state, "loss_scale")
-  return jnp.float32(1) if found is None else found
-
-
 def master_of(state):
   return optax.tree.get(state, "master")
 
@@ -44,7 +37,7 @@ def master_of(state):
 def take_step(tx, params, state, gradients):
   """Runs one step on true gradients, which are scaled in their own dtype."""
   scaled = jax.tree.map(
-    lambda x: (x * scale_of(state)).astype(x.dtype), gradients
+    lambda x: (x * support.scale_of(state)).astype(x.dtype), gradients
   )
   updates, state = tx.update(scaled, state, params)
   return optax.apply_updates(params, updates), state
@@ -85,20 +78,6 @@ def some_params(dtype, size=200):
   return jnp.asarray(values, dtype)
 
 
-def recording(calls):
-  """Returns a transformation that notes its arguments and changes nothing."""
-
-  def init(params):
-    calls.append((None, params, None))
-    return optax.EmptyState()
-
-  def update(updates, state, params=None, **extra_args):
-    calls.append((updates, params, extra_args))
-    return updates, state
-
-  return optax.GradientTransformationExtraArgs(init, update)
-
-
 def test_inside_and_outside_are_the_same_bit_for_bit():
   params = {
     "half": some_params(jnp.float16),
@@ -117,29 +96,6 @@ def test_inside_and_outside_are_the_same_bit_for_bit():
   assert ends["inside"] == ends["outside"]
 
 
-@each_scaling
-def test_a_skipped_step_changes_no_bit(position):
-  # A sum could change the sign of a zero, a master that is subnormal in
-  # float32, and a parameter that something else has moved off its master.
-  params = {
-    "half": jnp.array([0.0, -0.0, 1.0, 6e-8, jnp.inf, jnp.nan], jnp.float16),
-    "single": jnp.array([-0.0, 1e-40], jnp.float32),
-  }
-  tx = POSITIONS[position](optax.sgd(1.0, momentum=0.5))
-  state = tx.init(params)
-  params["half"] = params["half"].at[2].set(3.0)
-  gradients = jax.tree.map(
-    lambda x: jnp.ones_like(x).at[0].set(jnp.nan), params
-  )
-  updates, after = jax.jit(tx.update)(gradients, state, params)
-  assert ols.loss_scale_metrics(after)["skipped"]
-  for name in ("master", "trace"):
-    old, new = (optax.tree.get(x, name) for x in (state, after))
-    assert to_bits(old) == to_bits(new), name
-  for update in jax.tree.leaves(updates):
-    assert np.all(update == 0) and np.all(np.signbit(np.float32(update)))
-
-
 def test_outside_gradients_are_checked_in_their_own_dtype():
   inner = ols.loss_scaling(optax.sgd(1.0), RULE, check=ols.saturated())
   tx = ols.master_weights(inner)
@@ -152,7 +108,9 @@ def test_outside_gradients_are_checked_in_their_own_dtype():
 @each_position
 def test_the_inner_optimizer_sees_the_master_and_float32_gradients(position):
   calls = []
-  tx = POSITIONS[position](optax.chain(recording(calls), optax.sgd(1.0)))
+  tx = POSITIONS[position](
+    optax.chain(support.recording(calls), optax.sgd(1.0))
+  )
   params = {"half": jnp.ones(1, jnp.float16), "single": jnp.ones(1)}
   gradients = jax.tree.map(lambda x: x * jnp.asarray(-SMALL, x.dtype), params)
   state = tx.init(params)
@@ -166,7 +124,7 @@ def test_the_inner_optimizer_sees_the_master_and_float32_gradients(position):
   assert {x.dtype for call in calls for x in jax.tree.leaves(call[:2])} == {
     jnp.dtype("float32")
   }
-  scaled = jax.tree.map(lambda x: x * scale_of(state), gradients)
+  scaled = jax.tree.map(lambda x: x * support.scale_of(state), gradients)
   tx.update(scaled, state, params, value=7.0)
   assert calls[-1][2]["value"] == 7.0
 
@@ -184,7 +142,7 @@ def test_leaves_that_are_no_real_numbers_have_no_master(position):
     "complex": jnp.array([1j]),
     "empty": jnp.zeros((0,), jnp.float16),
   }
-  tx = POSITIONS[position](recording(calls))
+  tx = POSITIONS[position](support.recording(calls))
   state = tx.init(params)
   gradients = {**params, "integer": np.zeros(2, jax.dtypes.float0)}
   updates, state = tx.update(gradients, state, params)
@@ -195,7 +153,9 @@ def test_leaves_that_are_no_real_numbers_have_no_master(position):
     assert all(call[1][name] is params[name] for call in calls)
   assert updates["integer"].dtype == jax.dtypes.float0
   assert updates["key"] == params["key"]
-  np.testing.assert_array_equal(updates["complex"] * scale_of(state), [1j])
+  np.testing.assert_array_equal(
+    updates["complex"] * support.scale_of(state), [1j]
+  )
 
 
 def test_parameters_without_a_gradient_need_not_be_arrays():
@@ -216,7 +176,7 @@ def test_fp8_collections_bypass_the_inner_optimizer(position):
     "_overwrite_with_gradient": {"scale": jnp.array([3.0])},
   }
   calls = []
-  tx = POSITIONS[position](recording(calls))
+  tx = POSITIONS[position](support.recording(calls))
   state = tx.init(params)
   gradients = jax.tree.map(lambda x: x * 2, params)
   update = jax.jit(tx.update)
@@ -235,7 +195,7 @@ def test_fp8_collections_bypass_the_inner_optimizer(position):
 def test_a_neighbor_of_loss_scaling_sees_fp8_collections_from_the_start():
   calls = []
   scaled = ols.loss_scaling(SGD, RULE)
-  tx = ols.master_weights(optax.chain(scaled, recording(calls)))
+  tx = ols.master_weights(optax.chain(scaled, support.recording(calls)))
   params = {"w": jnp.ones(1), "_overwrite_with_gradient": jnp.ones(1)}
   jax.eval_shape(tx.update, params, tx.init(params), params)
   assert all(len(jax.tree.leaves(call[1])) == 2 for call in calls[-2:])
@@ -267,7 +227,6 @@ LABELS = {"a": "moving", "b": "frozen"}
 FROZEN = optax.set_to_zero()
 
 PROGRAMS = {
-  "outside": (ols.master_weights(ols.loss_scaling(SGD, RULE)), (64, 64)),
   "accumulation inside": (
     ols.loss_scaling(ols.master_weights(optax.MultiSteps(SGD, 2)), RULE),
     (32, 32),
@@ -301,35 +260,6 @@ def test_groups_that_scale_on_their_own_skip_on_their_own():
   updates, state = jax.jit(tx.update)(gradients, tx.init(params), params)
   assert (updates["a"], updates["b"]) == (0.0, -(2.0**-10))
   assert (state.master["a"], state.master["b"]) == (1.0, 1 - 2.0**-10)
-
-
-def test_one_compilation_and_no_weak_types():
-  tx = POSITIONS["inside"](optax.sgd(1e-2, momentum=0.9))
-
-  @jax.jit
-  @chex.assert_max_traces(n=1)
-  def step(params, state, gradients):
-    return take_step(tx, params, state, gradients)
-
-  params = {"weak": jnp.asarray(1.0), "half": jnp.ones(2, jnp.float16)}
-  assert params["weak"].weak_type
-  state = tx.init(params)
-  params["weak"] = jnp.ones(())
-  before = describe(state)
-  assert not any(x.weak_type for x in jax.tree.leaves(state))
-  for _ in range(2):
-    params, state = step(params, state, jax.tree.map(jnp.ones_like, params))
-  assert describe(state) == before
-
-
-def test_init_works_on_shapes_alone():
-  shapes = {"half": jax.ShapeDtypeStruct((3,), jnp.float16)}
-  tx = POSITIONS["inside"](optax.adam(1.0))
-  params = {"half": jnp.zeros(3, jnp.float16)}
-  for state in (tx.init(shapes), jax.eval_shape(tx.init, shapes)):
-    master = master_of(state)["half"]
-    assert (master.shape, master.dtype) == ((3,), jnp.float32)
-    assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
 
 
 @pytest.mark.slow
@@ -444,9 +374,3 @@ def test_update_refuses_no_parameters_and_other_states():
     tx.update(params, tx.init(params))
   with pytest.raises(TypeError, match="`state` must be the MasterWeightsState"):
     tx.update(params, SGD.init(params), params)
-
-
-def test_loss_scaling_twice_is_refused_with_it_between():
-  tx = ols.loss_scaling(POSITIONS["outside"](SGD), RULE)
-  with pytest.raises(ValueError, match="must not contain loss_scaling"):
-    tx.init(jnp.ones(1))

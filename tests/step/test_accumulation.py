@@ -493,10 +493,6 @@ REFUSED = {
   "batch_argnums": ({"batch_argnums": 0}, "than `argnums`, got 0"),
   "argnums": ({"argnums": (0, -2)}, "`argnums` must name each argument once"),
   "axis": ({"axis_name": "nope"}, "must name an axis .* got 'nope', which is"),
-  "no scale": (
-    {"scale": optax.sgd(1.0).init(PARAMS)},
-    "must hold the state of `loss_scaling`",
-  ),
 }
 
 

@@ -391,21 +391,11 @@ def test_amax_from_elsewhere_is_held_against_the_smallest_limit(
   assert findings.examine(nonfinite(), narrow, amax=1e5).overflow
 
 
-class Boxed:
-  """An array in a box of its own, as NNX keeps them."""
-
-  dtype, shape = jnp.dtype("float32"), ()
-
-  def __init__(self, value):
-    self.value = value
-
-  def __jax_array__(self):
-    return self.value
-
-
 def test_amax_may_be_traced_and_in_a_box():
   examine = jax.jit(
-    lambda x: findings.examine(nonfinite(), jnp.ones(2), amax=Boxed(x)).amax
+    lambda x: (
+      findings.examine(nonfinite(), jnp.ones(2), amax=support.Boxed(x)).amax
+    )
   )
   assert examine(jnp.float32(3)) == 3
 
@@ -497,36 +487,3 @@ USED = {
 def test_the_share_of_the_range_that_is_used(check, tree, amax, expected):
   found = jax.jit(functools.partial(findings.examine, check))(tree, amax=amax)
   np.testing.assert_allclose(found.range_used, expected, rtol=1e-6)
-
-
-def test_devices_agree_on_the_worst_of_what_they_found():
-  """The values vary along one axis of the two that are named."""
-
-  @jax.jit
-  def agree(*found):
-    def on_device(*found):
-      return findings.agree(
-        findings.Finding(*(x[0] for x in found)), ("data", "model")
-      )
-
-    return jax.shard_map(
-      on_device,
-      mesh=support.make_mesh(data=4, model=2),
-      in_specs=support.SPREAD,
-      out_specs=jax.P(),
-    )(*found)
-
-  no, third = np.zeros(4, bool), np.arange(4) == 2
-  numbers = np.float32([1.0, 8.0, 2.0, 0.5])
-  with_nan = np.where(third, np.float32(np.nan), numbers)
-  with_inf = np.where(third, np.float32(np.inf), numbers)
-  for found, expected in (
-    # overflow, amax, dropped, range_used, skip
-    ((no, numbers, no, numbers / 16, no), (0, 8, 0, 0.5, 0)),
-    ((third, with_nan, no, with_nan, no), (1, np.nan, 1, np.nan, 0)),
-    ((third, with_inf, no, with_inf, no), (1, np.inf, 1, np.inf, 0)),
-    ((no, numbers, third, numbers, no), (0, 8, 1, 8, 0)),
-    ((third, numbers, ~third, numbers, no), (1, 8, 1, 8, 0)),
-    ((no, numbers, no, numbers, third), (0, 8, 0, 8, 1)),
-  ):
-    np.testing.assert_array_equal(np.float32(agree(*found)), expected)

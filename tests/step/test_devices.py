@@ -201,24 +201,6 @@ def test_no_axis_name_is_asked_for_where_devices_cannot_differ():
   )
 
 
-def test_one_model_a_device_decides_for_itself():
-  tx = ols.loss_scaling(optax.adam(0.5), RULE)
-
-  def train(every_gradients):
-    state = ols.make_varying(tx.init(jnp.ones(())), "data")
-
-    def step(state, gradient):
-      state = ols.make_varying(tx.update(gradient, state)[1], "data")
-      return state, ols.get_loss_scale(state)
-
-    return lax.scan(step, state, every_gradients)[1]
-
-  scaled_grads = jnp.ones((8, 2)).at[3, 0].set(jnp.inf).at[6, :].set(jnp.nan)
-  expected = [[16.0, 32.0]] * 8
-  expected[3], expected[6] = [4.0, 8.0], [4.0, 2.0]
-  assert per_device(train, {"data": 8})(scaled_grads).tolist() == expected
-
-
 # Averages.
 
 

@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._step import states
 from tests.support import SMALLEST
 from tests.support import Stub
 
@@ -127,59 +126,6 @@ def test_a_scale_may_take_the_place_of_the_state():
   assert jax.jit(ols.get_loss_scale)(eight) == 8
 
 
-def test_a_state_that_a_compiled_function_would_freeze_is_refused():
-  state, one = scaling().init(jnp.ones(2)), jnp.float32(1)
-
-  def scale(loss, state):
-    return ols.scale_loss(loss, state)
-
-  with pytest.raises(ValueError, match="must be an argument .* scale 1024.0"):
-    jax.jit(lambda loss: scale(loss, state))(one)
-  assert scale(one, state) == jax.jit(scale)(one, state) == 1024
-  constant = ols.get_loss_scale(state)
-  assert jax.jit(lambda loss: scale(loss, constant))(one) == 1024
-
-
-def test_optax_reads_and_sets_the_fields_by_name():
-  state = optax.chain(scaling()).init({"w": jnp.ones(2)})
-  assert optax.tree.get(state, "loss_scale") == 1024.0
-  assert optax.tree.get(state, "applied_steps") == 0
-  state = optax.tree.set(state, loss_scale_state=Stub(8.0).init())
-  assert ols.get_loss_scale(state) == 8.0
-
-
-class Outer(NamedTuple):
-  inner: NamedTuple
-
-  @property
-  def loss_scale(self):
-    return self.inner.loss_scale
-
-
-class Computed(NamedTuple):
-  exponent: jax.Array
-
-  @property
-  def loss_scale(self):
-    return 2.0**self.exponent
-
-
-def test_s_is_replaced_in_whichever_leaf_holds_it():
-  replaced = states.replace_scale(Outer(Stub().init()), jnp.float32(2))
-  assert replaced.loss_scale == 2 and isinstance(replaced, Outer)
-  off = ols.loss_scaling(optax.sgd(0.1), None).init(0.0).loss_scale_state
-  assert states.replace_scale(off, 2) == off
-  with pytest.raises(TypeError, match="a Computed whose `loss_scale` is not a"):
-    states.replace_scale(Computed(jnp.float32(3)), 2)
-
-
-def test_a_state_of_another_kind_is_refused():
-  state = Stub().init()
-  assert states.check_kind(state, type(state)) is state
-  with pytest.raises(TypeError, match="must be the StubState .* got tuple"):
-    states.check_kind((), type(state))
-
-
 # Metrics.
 
 
@@ -243,12 +189,6 @@ def test_headroom_is_how_often_s_could_still_have_doubled(
   np.testing.assert_allclose(metrics["headroom"], headroom, rtol=1e-6)
   assert not np.signbit(metrics["headroom"]) or headroom < 0
   assert metrics["inf"] == is_inf
-
-
-def test_the_state_of_a_clean_step_holds_no_nan():
-  tx = scaling()
-  _, state = tx.update(jnp.ones(2), tx.init(jnp.zeros(2)))
-  assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(state))
 
 
 # Values that a step changes outside the optimizer.

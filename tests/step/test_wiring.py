@@ -310,14 +310,6 @@ def test_an_optimizer_may_take_such_a_name():
   assert seen == [3]
 
 
-def test_a_rule_in_the_place_of_an_optimizer_says_where_it_goes():
-  with pytest.raises(TypeError, match=r"write loss_scaling\(optax.adam\(.*le"):
-    optax.chain(ols.presets.torch(), ADAM).init(PARAMS)
-  text = r"`inner` .*the rule: loss_scaling\(optax.adam\(1e-3\), r"
-  with pytest.raises(TypeError, match=text):
-    ols.loss_scaling(RULE, ADAM)
-
-
 def test_none_for_gradients_is_right_where_there_are_no_parameters():
   tx = scaling()
   tx.update(None, tx.init(None), None)
