@@ -63,20 +63,6 @@ def test_nothing_costs_more_than_by_hand(name, level):
     assert ours <= by_hand
 
 
-def test_a_weight_that_is_used_ten_times_is_converted_once():
-  def network(x, weight):
-    for _ in range(10):
-      x = jnp.tanh(x @ weight)
-    return x
-
-  cast = ols.autocast(network, "O1")
-  x = jnp.ones((8, 8))
-  # The input, the weight, and the last product, whose tanh is in float32.
-  assert counts.float_conversions(jax.make_jaxpr(cast)(x, x)) == 3
-  gradients = jax.make_jaxpr(lambda *args: jax.vjp(cast, *args)[1](args[0]))
-  assert counts.float_conversions(gradients(x, x)) == 6
-
-
 def test_a_chain_in_low_precision_converts_nothing_in_between():
   def network(x, weights):
     first, second, third = weights

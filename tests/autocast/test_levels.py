@@ -66,6 +66,7 @@ FOLLOWS = "16 16 16 16 32"
 PROMOTES = "16 16 16 32 32"
 IN_NORM = "32 32 16 32 32"
 FLOAT32 = "32 32 32 32 32"
+LOW = "16 16 16 16 16"
 OPERATIONS = {
   "exp": (STEEP, "exp", jnp.exp),
   "expm1": (STEEP, "expm1", jnp.expm1),
@@ -97,6 +98,8 @@ INPUTS = {
   "a scale": (FOLLOWS, "mul", lambda x: x * SCALE),
   "a mean": (IN_NORM, "sub", lambda x: x - BIAS),
   "a divisor": (STEEP, "div", lambda x: x / SCALE),
+  "a number as divisor": (FOLLOWS, "div", lambda x: jnp.tanh(x / 3)),
+  "a vector": (LOW, "dot_general", lambda x: (x @ SCALE)[:, None] * x),
   "rows of a table": (STEEP, "add", lambda x: x + W[np.arange(4)]),
   "rows to append": (
     PROMOTES,
@@ -157,6 +160,11 @@ USES = {
     FLOAT32,
     "square",
     lambda x: x + jnp.sum(jnp.square(jnp.sin(x)), axis=0),
+  ),
+  "itself times itself before a sum": (
+    FLOAT32,
+    "mul",
+    lambda x: x + jnp.sum((y := jnp.sin(x)) * y, axis=0),
   ),
   "square before a sum and a sine": (
     FOLLOWS,
