@@ -198,8 +198,9 @@ def test_a_skip_keeps_params_when_a_transformation_follows_the_wrapper():
 @pytest.mark.parametrize("extra_args", [{"overflow": True}, {"amax": np.inf}])
 def test_extra_args_reach_loss_scaling(extra_args):
   state = averaged_state()
-  state = state.apply_gradients(grads=GOOD, extra_args=extra_args)
+  state = state.apply_gradients(grads=GOOD, extra_args=extra_args, mean=1.0)
   np.testing.assert_array_equal(state.params, [1.0, 2.0])
+  assert state.mean == 0.0
 
 
 def test_guarantee_13_extra_args_reach_the_optimizer():

@@ -156,7 +156,7 @@ def test_another_seed_rounds_otherwise(wrap, dtype):
   assert not support.same_bits(first, other)
 
 
-@each_way
+@pytest.mark.parametrize("way", ["remainder", "stochastic"])
 def test_wide_parameters_are_the_inner_optimizers_alone(way):
   params = {"w": normal(9), "c": normal(4) + 1j, "x": None}
   inner = optax.adam(0.1)
