@@ -230,6 +230,24 @@ def test_a_shard_and_a_member_of_a_batch_train_as_if_alone(way, mapping):
     support.assert_same_bits(found[i], alone(x[i]))
 
 
+def test_the_average_of_a_shard_moves_in_bfloat16():
+  adam = ols.low_precision_state(optax.adam(1e-3))
+  tx = scaled(adam, axis_name="data")
+
+  def scan(state, grads):
+    step = lambda state, _: (tx.update(grads, state)[1], None)  # noqa: E731
+    return jax.lax.scan(step, state, length=1000)[0]
+
+  grads = jnp.full(4096, 1024.0)
+  state = tx.init(grads)
+  specs = jax.tree.map(lambda x: jax.P(*["data"][: x.ndim]), (state, grads))
+  sharded = support.on_each_device(scan, specs[0], in_specs=specs)
+  squares = optax.tree.get(jax.jit(sharded)(state, grads), "nu")
+  assert squares.dtype == jnp.bfloat16
+  average = np.mean(np.float32(squares))
+  assert average == pytest.approx(1 - 0.999**1000, rel=0.01)
+
+
 @pytest.mark.parametrize("position", ["inside", "outside"])
 @pytest.mark.parametrize(
   "wrap", [ols.master_weights, remainders, by_chance, ols.low_precision_state]
