@@ -412,7 +412,8 @@ MISTAKES = {
     lambda: by_hand(lambda g, w: g + 1e-5 * w),
     NOT_TRUE,
     "scale `g + 1e-5 * w`",
-    "% at S/4096)",
+    # Whether a run shows it depends on how a processor rounds a gradient of 0.
+    "does not grow with S; they are added",
   ),
   "inf replaced": Mistake(
     lambda: by_hand(lambda g, _: jnp.where(jnp.isfinite(g), g, 0)),
