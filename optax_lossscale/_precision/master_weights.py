@@ -171,7 +171,7 @@ def master_weights(
     )
   is_copy = store == "copy"
   name = "master_weights" if is_copy else _NAME
-  kind = MasterWeightsState if is_copy else RemainderState
+  kind: type[_AnyState] = MasterWeightsState if is_copy else RemainderState
   if not is_copy and dtype != jnp.float32:
     raise ValueError(
       '`dtype` must be float32 with store="remainder", since a remainder has '
@@ -196,22 +196,17 @@ def master_weights(
     params: optax.Params | None = None,
     **extra_args: object,
   ) -> tuple[optax.Updates, _AnyState]:
-    if isinstance(state, RemainderState if is_copy else MasterWeightsState):
+    if not isinstance(state, kind):
       raise TypeError(
-        f'`state` must be one that store="{store}" made, got one of the other '
-        "store. Start from its masters, state.wide(params), and a new state."
+        f"`state` must be the {kind.__name__} that init made, as "
+        f"store={store!r} has it, got {arguments.kind_of(state)}."
       )
-    of: _AnyState
-    if is_copy:
-      of = _states.check_kind(state, MasterWeightsState)
-    else:
-      of = _states.check_kind(state, RemainderState)
     updates, kept, inner_state, _ = narrow_parameters.update(
       inner,
       _COPY if is_copy else _REMAINDER,
-      of[0],
+      state[0],
       updates,
-      of.inner_state,
+      state.inner_state,
       params,
       extra_args,
     )

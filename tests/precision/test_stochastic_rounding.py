@@ -268,11 +268,11 @@ REFUSED = {
   ),
   "a remainder for a copy": (
     crossed(ols.master_weights(SGD), remainders(SGD)),
-    '`state` must be one that store="copy" made',
+    "`state` must be the MasterWeightsState .*'copy' has it, got Remainder",
   ),
   "a copy for a remainder": (
     crossed(remainders(SGD), ols.master_weights(SGD)),
-    '`state` must be one that store="remainder" made',
+    "`state` must be the RemainderState .*'remainder' has it, got Master",
   ),
   "parameters cast after init": (
     lambda: remainders(SGD).update(ONE, remainders(SGD).init(jnp.ones(1)), ONE),
