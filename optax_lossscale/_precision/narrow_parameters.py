@@ -47,13 +47,7 @@ def owner(kind: _Kind) -> _Kind:
 
 
 def refuse_owners(inner_state: optax.OptState, name: str, remedy: str) -> None:
-  """Raises if an optimizer that `name` wraps stores parameters in its own way.
-
-  Args:
-    inner_state: the optimizer's first state.
-    name: what wraps it.
-    remedy: the end of the error.
-  """
+  """Raises if what `name` wraps stores parameters in a way of its own."""
   is_owner = lambda x: type(x) in _OWNERS  # noqa: E731
   if any(map(is_owner, jax.tree.leaves(inner_state, is_leaf=is_owner))):
     raise ValueError(
@@ -99,11 +93,7 @@ def update(
   gradients = updates = leaves.as_arrays(updates)
   params = leaves.as_arrays(params)
   is_gradient = leaves.are_gradients(updates)
-  # A `loss_scaling` inside `inner` checks gradients in their own dtype and
-  # handles non-gradient leaves: a skipped step returns their old values. If
-  # it is switched off, its rule's state has no leaves.
-  found = states.find_states(inner_state).values()
-  scales = bool(jax.tree.leaves([x.loss_scale_state for x in found]))
+  scales = has_scaling(inner_state)
   if not scales:
     gradients = leaves.widen(leaves.leave_out(is_gradient, updates))
     params = leaves.leave_out(leaves.are_gradients(params), params)
@@ -162,6 +152,15 @@ def over(
 def is_absent(kept: object) -> bool:
   """Returns whether nothing is kept, since a leaf stands for itself."""
   return kept is None or isinstance(kept, optax.MaskedNode)
+
+
+def has_scaling(inner_state: optax.OptState) -> bool:
+  """Returns whether a loss scaling in `inner` is switched on."""
+  # It checks gradients in their own dtype and handles non-gradient leaves: a
+  # skipped step returns their old values.
+  found = states.find_states(inner_state).values()
+  # If it is switched off, its rule's state has no leaves.
+  return bool(jax.tree.leaves([x.loss_scale_state for x in found]))
 
 
 def is_skipped(inner_state: optax.OptState) -> jax.Array:

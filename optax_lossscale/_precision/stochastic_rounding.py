@@ -254,7 +254,7 @@ def low_precision_state(
 
   def init(params: optax.Params) -> LowPrecisionState:
     state = inner.init(leaves.widen(params))
-    if _states.find_states(state):
+    if narrow_parameters.has_scaling(state):
       state = inner.init(params)  # `loss_scaling` widens them itself.
     narrow_parameters.refuse_owners(
       state, "low_precision_state", "put it inside of that one"
@@ -279,8 +279,7 @@ def low_precision_state(
       lambda is_low, x: rounding.seen(x) if is_low else x, is_low, old
     )
     gradients = leaves.as_arrays(updates)
-    # `loss_scaling` checks gradients in their own dtypes.
-    scales = bool(_states.find_states(old))
+    scales = narrow_parameters.has_scaling(old)
     updates, wide = inner.update(
       gradients if scales else leaves.widen(gradients),
       wide,

@@ -116,12 +116,7 @@ def check_inner_state(inner_state: object) -> None:
 
 
 def check_beside(widened: optax.OptState, inner_state: optax.OptState) -> None:
-  """Raises if an optimizer beside one that sees narrow parameters is narrow.
-
-  Args:
-    widened: the state for parameters in float32.
-    inner_state: the state for the parameters as they are.
-  """
+  """Raises if a state is narrower than for float32, but one that must be."""
   nodes = jax.tree.leaves_with_path(widened, is_leaf=states.is_narrow_state)
   own = jax.tree.leaves(inner_state, is_leaf=states.is_narrow_state)
   for (path, wide), x in zip(nodes, own, strict=True):

@@ -303,8 +303,7 @@ def test_roundings_that_are_plain_casts_are_lost_on_gpus(target):
   low = jax.ShapeDtypeStruct((4096,), jnp.bfloat16)
   wide = low.update(dtype=jnp.float32)
   lost = (by_neighbors, wide, key), (compensated, low, low, wide)
-  bits = wide.update(dtype=jnp.uint32)
-  for step, *args in (*lost, (by_bits, wide, bits)):
+  for step, *args in (*lost, (by_bits, wide, wide.update(dtype=jnp.uint32))):
     found = compile_for(target, step, *args)
     fates = {x.kept for x in found.narrowings if x.narrow == "bfloat16"}
     is_lost = target in GPUS and step is not by_bits

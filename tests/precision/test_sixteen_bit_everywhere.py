@@ -64,8 +64,7 @@ def train(tx, gradients=GRADIENTS, params=START, state=None):
 
 def export(params, state):
   """Returns the parameters in float32 for serving, if a state has them."""
-  owners = support.owners_of_masters(state)
-  return [jax.jit(owner.wide)(params) for owner in owners]
+  return [jax.jit(x.wide)(params) for x in support.owners_of_masters(state)]
 
 
 def in_common(params, state):
@@ -203,10 +202,9 @@ def test_no_checkpoint_of_one_store_passes_for_the_other(kind, tmp_path):
     {"state": tx(optax.adam(1e-3)).init(START)}
     for tx in (ols.master_weights, remainders)
   )
-  for saved, target in ((copy, remainder), (remainder, copy)):
-    folder = tmp_path / ("copy" if saved is copy else "remainder")
+  for name, saved, target in (("a", copy, remainder), ("b", remainder, copy)):
     with pytest.raises((KeyError, ValueError)):
-      through(kind, saved, target, folder)
+      through(kind, saved, target, tmp_path / name)
 
 
 MAPPINGS = {

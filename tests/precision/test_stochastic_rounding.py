@@ -320,8 +320,11 @@ def test_what_cannot_be_is_refused_with_a_sentence(case):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float8_e4m3fn])
-def test_moments_of_narrow_parameters_are_computed_in_float32(dtype):
-  tx, params = LOW(optax.adam(1e-3)), jnp.ones((2, SIZE), dtype)
+@pytest.mark.parametrize("is_bare", [True, False])
+def test_moments_of_narrow_parameters_are_computed_in_float32(dtype, is_bare):
+  inner = optax.adam(1e-3)
+  tx = LOW(inner if is_bare else ols.loss_scaling(inner, None))
+  params = jnp.ones((2, SIZE), dtype)
   update = jax.jit(tx.update)
   updates, state = update(
     jnp.full_like(params, 2.0**-9), tx.init(params), params
