@@ -125,9 +125,9 @@ def update(
     return _Moved(*store.move(kept, target, param, skipped))
 
   moved = over(move, kept, wide, leaves.as_arrays(inner_updates), params)
-  is_moved = functools.partial(jax.tree.map, is_leaf=_is_moved)
-  new_updates = is_moved(lambda x: x.update, moved)
-  new_kept = is_moved(lambda x: x.kept, moved)
+  is_moved = lambda x: isinstance(x, _Moved)  # noqa: E731
+  new_updates = jax.tree.map(lambda x: x.update, moved, is_leaf=is_moved)
+  new_kept = jax.tree.map(lambda x: x.kept, moved, is_leaf=is_moved)
   if not scales:
     new_updates = leaves.merge(is_gradient, new_updates, updates)
   return new_updates, new_kept, leaves.as_arrays(inner_state), skipped
@@ -136,10 +136,6 @@ def update(
 class _Moved(NamedTuple):
   update: object
   kept: object
-
-
-def _is_moved(x: object) -> bool:
-  return isinstance(x, _Moved)
 
 
 def over(

@@ -141,8 +141,7 @@ def neighbors(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     outer = _join((magnitude + 0xFFFF) & ~0xFFFF, is_negative)
   else:
     step = jnp.where(is_negative, -_ulp(x), _ulp(x))
-    whole = jnp.floor(x / step)
-    inner, outer = whole * step, jnp.ceil(x / step) * step
+    inner, outer = jnp.floor(x / step) * step, jnp.ceil(x / step) * step
   low, high = jnp.minimum(inner, outer), jnp.maximum(inner, outer)
   is_usual = jnp.isfinite(x)
   return jnp.where(is_usual, low, x), jnp.where(is_usual, high, x)

@@ -206,8 +206,8 @@ def low_precision_state(
     float32
   """
   inner = requirements.as_optimizer("inner", inner)
-  if arguments.read_dtype(dtype)[0] != jnp.bfloat16:
-    found, got = arguments.read_dtype(dtype)
+  found, got = arguments.read_dtype(dtype)
+  if found != jnp.bfloat16:
     why = ": the squares that Adam keeps would be 0 for gradients below 1.7e-4"
     raise ValueError(
       f"`dtype` must be bfloat16, got {got}"
@@ -229,11 +229,9 @@ def low_precision_state(
     return jax.tree.map(narrow_leaf, is_low, state, keys)
 
   def chosen(state: optax.OptState, dtype: DTypeLike, least: int) -> object:
-    given: object = mask
-    if callable(mask):
-      given = mask(leaves.widen(jax.eval_shape(lambda: state)))
-    elif mask is None:
-      given = True
+    given: object = True if mask is None else mask
+    if callable(given):
+      given = given(leaves.widen(jax.eval_shape(lambda: state)))
     bools = jax.tree.leaves(given, is_leaf=lambda x: x is None)
     if not bools or not all(isinstance(x, (bool, np.bool_)) for x in bools):
       raise TypeError(f"`mask` must be of bools, got {arguments.shown(given)}.")
