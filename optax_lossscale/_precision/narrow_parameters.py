@@ -161,6 +161,5 @@ def has_scaling(inner_state: optax.OptState) -> bool:
 
 def is_skipped(inner_state: optax.OptState) -> jax.Array:
   """Returns True if the loss scaling in `inner`, if any, skipped the step."""
-  found = states.find_states(inner_state).values()
-  skipped = [x.skipped for x in found] or [jnp.full((), False)]
-  return functools.reduce(jnp.logical_and, skipped)
+  skipped = [x.skipped for x in states.find_states(inner_state).values()]
+  return functools.reduce(jnp.logical_and, skipped or [jnp.full((), False)])
