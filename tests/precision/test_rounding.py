@@ -96,6 +96,15 @@ def test_a_float16_and_its_remainder_are_float32_down_to_2_to_the_minus_17():
   assert back(jnp.float32(-1 - 2**-11))[0] == -1 - 2**-10
 
 
+@each_dtype
+def test_no_master_is_larger_than_one_that_a_parameter_shows(dtype):
+  dtype = jnp.dtype(dtype)
+  most = np.float32(rounding.largest_master(dtype))
+  beyond = np.nextafter(most, np.float32(np.inf))
+  assert float(rounding.nearest(most, dtype)) == float(jnp.finfo(dtype).max)
+  assert np.isinf(rounding.nearest(beyond, dtype))
+
+
 def pairs(dtype, size=200_000):
   """Returns parameters and targets, a hair or many orders of size apart."""
   rng = np.random.default_rng(1)

@@ -148,6 +148,8 @@ def test_a_skipped_step_changes_no_bit(way, position):
 )
 def test_another_seed_rounds_otherwise(wrap, dtype):
   params, gradients = normal(SIZE, dtype=dtype), normal(2, SIZE, seed=1)
+  start = wrap(optax.sgd(1.0)).init(params)
+  assert (start[1], start[1].dtype) == (0, jnp.int32)  # Steps so far.
   first, again, other = (
     run(wrap(optax.sgd(1e-3, 0.5), seed=seed), params, gradients)[0]
     for seed in (0, 0, 1)
