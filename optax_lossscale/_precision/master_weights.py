@@ -170,7 +170,6 @@ def master_weights(
       f"`store` must be 'copy' or 'remainder', got {arguments.shown(store)}."
     )
   is_copy = store == "copy"
-  name = "master_weights" if is_copy else _NAME
   kind: type[_AnyState] = MasterWeightsState if is_copy else RemainderState
   if not is_copy and dtype != jnp.float32:
     raise ValueError(
@@ -184,7 +183,9 @@ def master_weights(
     return _convert(x, wide) if is_copy or rounding.is_narrow(x, _NAME) else x
 
   def init(params: optax.Params) -> _AnyState:
-    wide, inner_state = narrow_parameters.init(inner, name, widen, params)
+    wide, inner_state = narrow_parameters.init(
+      inner, "master_weights", widen, params
+    )
     if is_copy:
       return MasterWeightsState(jax.tree.map(_first_copy, wide), inner_state)
     own = leaves.leave_out(leaves.are_gradients(params), params)
