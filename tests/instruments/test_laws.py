@@ -5,7 +5,6 @@ The common mistakes are in `tests/test_silent_mistakes.py`.
 
 import functools
 import re
-from typing import NamedTuple
 import warnings
 
 from flax import nnx
@@ -783,23 +782,9 @@ def test_a_step_without_a_state_to_judge_is_refused():
 
 
 def test_a_rule_whose_scale_is_derived_is_named():
-  class Exponent(NamedTuple):
-    exponent: jax.Array
-
-    @property
-    def loss_scale(self):
-      return jnp.exp2(self.exponent)
-
-  class Derived(ols.LossScale):
-    def init(self):
-      return Exponent(jnp.float32(3))
-
-    def update(self, state, overflow, *, amax=None):
-      return state
-
-  text = "got a Exponent whose .* store S itself in it"
+  text = "got a ExponentState whose .* store S itself in it"
   with pytest.raises(TypeError, match=text):
-    check(*step_of(ols.loss_scaling(ADAM, Derived())))
+    check(*step_of(ols.loss_scaling(ADAM, support.Exponent())))
 
 
 def test_a_step_with_an_argument_by_keyword_is_refused():
