@@ -23,6 +23,7 @@ from optax_lossscale.instruments import _compiled_program
 from tests import documents
 from tests import test_excess_precision
 from tests.instruments import compiled_step
+from tests.precision.test_originals_of_rounding import by_bits
 
 pytestmark = [pytest.mark.targets, pytest.mark.usefixtures("one_device")]
 
@@ -277,13 +278,6 @@ def test_each_use_of_a_narrowing_counts(target, allow):
     # The name of a transposed product may be gone.
     expected = {True, None} if fate == "unknown" else {fate not in lossy}
     assert min(fates, key=str) in expected, name
-
-
-def by_bits(x, noise):
-  """Adds 16 random bits and cuts: martin-marek/picodo-bs, utils.py, affc198."""
-  whole = lax.bitcast_convert_type(x, jnp.uint32) + noise
-  found = whole & jnp.uint32(0xFFFF0000)
-  return lax.bitcast_convert_type(found, jnp.float32).astype(jnp.bfloat16)
 
 
 def by_neighbors(x, key):

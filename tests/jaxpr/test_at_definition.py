@@ -160,6 +160,18 @@ def test_only_its_select_reads_a_new_value():
   assert "jit" in names and "cos" not in names
 
 
+def test_a_value_of_another_dtype_is_read_as_it_was_made():
+  def update(old):
+    new = jnp.sin(old["single"])
+    return jnp.cos(new), {"single": old["single"], "half": new}
+
+  old = {"single": ONES, "half": ONES.astype(jnp.float16)}
+  jaxpr = selecting(update, old)
+  (cosine,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cos"]
+  (sine,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "sin"]
+  assert cosine.invars[0] is sine.outvars[0]
+
+
 def test_a_check_sees_the_recorded_update_before_it_is_evaluated():
   seen = []
 

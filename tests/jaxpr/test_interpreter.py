@@ -56,6 +56,9 @@ def recorded(function):
 
 # Evaluation -------------------------------------------------------------------
 
+eleven = support.with_jvp(lambda x: x * 1.0, lambda dx: 11 * dx)
+seven = support.with_vjp(lambda x: x * 1.0, lambda dy: 7 * dy)
+
 
 def loops_and_branches(x):
   x, y = lax.scan(lambda c, y: (c * y + 1, c - y), x, jnp.arange(4.0))
@@ -121,6 +124,13 @@ def test_an_evaluated_function_has_the_same_values_and_types(name):
   shapes = jax.eval_shape(evaluated(function), X)
   expected_shapes = jax.eval_shape(function, X)
   assert support.describe(shapes) == support.describe(expected_shapes)
+
+
+@pytest.mark.parametrize("rule", [interpreter.bind, inline])
+def test_custom_derivative_rules_are_still_used(rule):
+  for function, slope in (eleven, 11), (seven, 7):
+    inner = evaluated(lambda x, f=function: jnp.sum(jax.jit(f)(x)), rule)
+    assert jax.jit(jax.grad(inner))(X).tolist() == [slope] * 3
 
 
 # Contexts of operations -------------------------------------------------------

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale._precision import rounding
 from tests import documents
 from tests import excess_precision
 from tests import support
@@ -83,6 +84,32 @@ def test_remainders_stay_as_near_to_float32_as_optimis_kahan_sum(width):
     assert found["nearest"] > least
   # Each is right only in the mean, so optimi's 1 % is not for these.
   assert train(ols.stochastic_rounding(ADAM), width)["outside"] < 0.025
+
+
+def by_bits(x, noise):
+  """Adds 16 random bits and cuts: martin-marek/picodo-bs, utils.py, affc198."""
+  whole = lax.bitcast_convert_type(x, jnp.uint32) + noise
+  found = whole & jnp.uint32(0xFFFF0000)
+  return lax.bitcast_convert_type(found, jnp.float32).astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize("noise", [0, 1, 0x8000, 0xFFFF])
+def test_stochastic_rounding_adds_bits_except_at_nan_and_the_largest(noise):
+  highs = np.arange(2**16, dtype=np.uint32) << 16
+  lows = np.uint32([0, 1, 0x7FFF, 0x8000, 0xFFFF])
+  x = (highs[:, None] | lows).ravel().view(np.float32)
+  theirs = np.asarray(jax.jit(by_bits)(x, jnp.uint32(noise)))
+  found = jax.jit(rounding.stochastic)(x, np.full_like(x, noise / 2**16))
+  ours = np.asarray(narrow(found))
+  beyond = np.isfinite(x) & np.isinf(theirs)
+  usual = ~np.isnan(x) & ~beyond
+  bits = [y[usual].view(np.uint16) for y in (ours, theirs)]
+  assert np.array_equal(*bits)
+  # They make inf of what is beyond the largest, and a number of some NaN.
+  largest = jnp.finfo(jnp.bfloat16).max
+  assert np.array_equal(ours[beyond], np.copysign(largest, x[beyond]))
+  is_nan = np.isnan(x)
+  assert np.isnan(ours[is_nan]).all() and not np.isnan(theirs[is_nan]).all()
 
 
 def split(x):

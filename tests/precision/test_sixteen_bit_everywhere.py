@@ -266,8 +266,8 @@ def test_the_average_of_a_shard_moves_in_bfloat16():
 @pytest.mark.parametrize(
   "way",
   [
-    lambda inner: ols.low_precision_state(scaled(by_chance(inner))),
-    lambda inner: ols.master_weights(scaled(inner)),
+    lambda inner: scaled(by_chance(ols.low_precision_state(inner))),
+    lambda inner: scaled(ols.master_weights(inner)),
     lambda inner: remainders(scaled(ols.low_precision_state(inner))),
   ],
 )
