@@ -70,7 +70,8 @@ train_step = nnx.jit(step)
 def values(node):
   """Returns copies of all values of a node, by their paths."""
   state = nnx.to_flat_state(nnx.as_pure(nnx.state(node)))
-  return {"/".join(map(str, path)): to_numpy(value) for path, value in state}
+  copies = {"/".join(map(str, path)): value for path, value in state}
+  return jax.tree.map(to_numpy, copies)
 
 
 def test_a_skipped_step_leaves_everything_but_the_scale():

@@ -1,5 +1,7 @@
 """The dtypes of the operations in a jaxpr and in those inside it."""
 
+import jax
+from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
 from tests.autocast import mixed
@@ -33,3 +35,13 @@ def conversions(function, *arguments):
     and jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
     and equation.invars[0].aval.dtype != equation.outvars[0].aval.dtype
   ]
+
+
+def kernel(x):
+  """Doubles an array in a kernel of Pallas, which nothing looks into."""
+
+  def double(x_ref, out_ref):
+    out_ref[...] = 2 * x_ref[...]
+
+  shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+  return pl.pallas_call(double, out_shape=shape, interpret=True)(x)

@@ -9,7 +9,6 @@ import warnings
 import jax
 from jax import lax
 from jax.experimental import io_callback
-from jax.experimental import pallas as pl
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from optax_lossscale import hardware
 from tests import support
 from tests.autocast import mixed
 from tests.autocast.programs import dtypes_of
+from tests.autocast.programs import kernel
 
 W = jnp.linspace(-0.6, 0.7, 16).reshape(4, 4)
 X = jnp.linspace(-1.0, 0.9, 32).reshape(8, 4)
@@ -59,17 +59,6 @@ def test_autocast_of_autocast_lowers_once():
   for name in ("dot_general", "convert_element_type"):
     twice = mixed.count(low(low(network)), name, X, W)
     assert twice <= mixed.count(low(network), name, X, W)
-
-
-def test_an_overflow_of_float16_is_clamped_and_seen():
-  def function(x, w):
-    return (x @ w).sum()
-
-  args = (jnp.full((2, 4), 300.0), jnp.full((4, 2), 300.0))
-  result, overflow = hardware.float_status(low(function))(*args)
-  assert overflow
-  assert not np.isfinite(result)
-  assert saturating(low(function))(*args) == 4 * 65504.0
 
 
 # Devices.
@@ -213,14 +202,6 @@ def test_float64_keeps_its_precision_next_to_float32(level):
 
 
 # Unknown operations and special rules.
-
-
-def kernel(x):
-  def double(x_ref, out_ref):
-    out_ref[...] = 2 * x_ref[...]
-
-  shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-  return pl.pallas_call(double, out_shape=shape, interpret=True)(x)
 
 
 def test_an_unknown_operation_runs_as_written_with_one_warning():

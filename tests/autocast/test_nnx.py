@@ -9,6 +9,7 @@ import pytest
 import optax_lossscale as ols
 from tests import support
 from tests.autocast.programs import dtypes_of
+from tests.test_nnx import values
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 
@@ -41,13 +42,6 @@ def loss_fn(model, x, train=True):
 
 def make():
   return Net(nnx.Rngs(0, dropout=1))
-
-
-def values(node):
-  """Returns copies of the values of a node, by their paths."""
-  state = nnx.to_flat_state(nnx.as_pure(nnx.state(node)))
-  copies = {"/".join(map(str, path)): x for path, x in state}
-  return jax.tree.map(support.to_numpy, copies)
 
 
 def split_and_merged():

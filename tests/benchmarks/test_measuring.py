@@ -230,16 +230,6 @@ def test_faster_steps_earn_the_second_compilation_back():
   assert slower_full_part["saved"]["median"] == pytest.approx(-0.1)
 
 
-def test_a_table_is_markdown():
-  table = report.markdown(["", "ms"], [["bare", "1.00"], ["a", "10.25"]])
-  assert table.splitlines() == [
-    "|      |    ms |",
-    "| ---- | ----: |",
-    "| bare |  1.00 |",
-    "| a    | 10.25 |",
-  ]
-
-
 def test_figures_that_are_not_finite_are_not_written(tmp_path):
   with pytest.raises(ValueError):
     report.write(tmp_path / "results.json", {"ratio": float("nan")})

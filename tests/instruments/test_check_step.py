@@ -177,16 +177,6 @@ def test_the_skip_law_names_the_worst_and_first_what_is_certain():
   assert law({"skipped"}, ["a/x"], {"a"})[0] == "inconclusive"
 
 
-def test_a_step_with_shapes_is_only_proved():
-  report = proved(*step_of())
-  assert laws_of(report) == ["proved"] * 3 and report.ok, report
-  assert report.next_values == {"params": "0", "opt_state": "1"}
-  assert "The step is right, for all values" in str(report)
-  report = proved(*step_of(value_and_grad=plain))
-  assert verdicts(report)["scale"] == "wrong", report
-  assert "This batch" not in str(report) and "In runs" not in str(report)
-
-
 @pytest.mark.parametrize("place", range(3))
 def test_one_shape_among_arrays_is_enough_and_nothing_is_computed(place):
   def loss_fn(params, x):

@@ -5,7 +5,6 @@ The common mistakes are in `tests/test_silent_mistakes.py`.
 
 import functools
 import re
-from typing import NamedTuple
 import warnings
 
 from flax import nnx
@@ -148,7 +147,6 @@ INJECTED = optax.inject_hyperparams(
   lambda rate: ols.loss_scaling(optax.sgd(rate), RULE)
 )
 RIGHT = {
-  "float16": lambda: step_of(loss_fn=half_loss_fn),
   "record": lambda: step_of(ols.instruments.record(TX, 8)),
   "hyperparameters": lambda: step_of(INJECTED(0.1)),
   "a late rate": lambda: step_of(ols.loss_scaling(LATE, RULE)),
@@ -169,7 +167,11 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("program", RIGHT)
+# They take longest, and others are like them.
+SLOW = {"pmap", "two losses", "later than most", "a clip around, S of 2**4"}
+
+
+@pytest.mark.parametrize("program", support.slow_but({*RIGHT} - SLOW, RIGHT))
 def test_a_right_step_is_proved(program):
   step, *args = RIGHT[program]()
   before = support.to_bits(args[1])
@@ -190,6 +192,7 @@ def test_the_report_names_the_next_values_and_what_is_below_float32():
   assert verdicts(report)["precision"] == "not applied"
   assert "autocast" in said(report, "precision")
   report = check(*step_of(loss_fn=half_loss_fn))
+  assert_proved(report)
   assert str(report).startswith("The step is right, for all values.\n")
   assert "work in float16." in said(report, "precision")
   assert "The proof assumes that 5 functions" in str(report)
@@ -248,15 +251,14 @@ def test_several_steps_in_one_are_proved_though_the_first_overflows():
     carry, losses = jax.lax.scan(body, (params, opt_state), batches)
     return *carry, losses
 
-  for first in (1, 2.0**58):
-    size = jnp.array([first, 1, 1])[:, None, None]
-    batches = {"x": jnp.stack([BATCH["x"]] * 3), "y": BATCH["y"] * size}
-    report = check(jax.jit(step), PARAMS, TX.init(PARAMS), batches)
-    assert report.ok, report
-    assert verdicts(report)["invariance"] == "proved"
-    assert verdicts(report)["skip"] == "proved"
-    assert "makes several updates" in said(report, "skip")
-    assert "In runs: No next value" not in str(report)
+  size = jnp.array([2.0**58, 1, 1])[:, None, None]
+  batches = {"x": jnp.stack([BATCH["x"]] * 3), "y": BATCH["y"] * size}
+  report = check(jax.jit(step), PARAMS, TX.init(PARAMS), batches)
+  assert report.ok, report
+  assert verdicts(report)["invariance"] == "proved"
+  assert verdicts(report)["skip"] == "proved"
+  assert "makes several updates" in said(report, "skip")
+  assert "In runs: No next value" not in str(report)
 
 
 @pytest.mark.parametrize("low", [True, False])
@@ -460,7 +462,7 @@ JUDGED = {
 }
 
 
-@pytest.mark.parametrize("program", JUDGED)
+@pytest.mark.parametrize("program", support.slow_but({*JUDGED} - SLOW, JUDGED))
 def test_a_program_gets_its_verdicts(program):
   make, *expected = JUDGED[program]
   report = check(*make())
@@ -617,17 +619,16 @@ def all_outputs(outputs):
   return jax.jit(step), PARAMS, old, SGD.init(PARAMS), BATCH["x"], BATCH["y"]
 
 
-@pytest.mark.parametrize(
-  "outputs",
-  [
-    lambda p, s, g, u, x: (p, s, jnp.tanh(x)),
-    lambda p, s, g, u, x: (p, s, g),
-    lambda p, s, g, u, x: (u, s),
-  ],
-  ids=["predictions", "gradients", "updates"],
-)
-def test_an_output_that_is_only_shaped_like_an_argument_breaks_no_law(outputs):
-  report = check(*all_outputs(outputs))
+OUTPUTS = {
+  "predictions": lambda p, s, g, u, x: (p, s, jnp.tanh(x)),
+  "gradients": lambda p, s, g, u, x: (p, s, g),
+  "updates": lambda p, s, g, u, x: (u, s),
+}
+
+
+@pytest.mark.parametrize("kind", support.slow_but(["gradients"], OUTPUTS))
+def test_an_output_that_is_only_shaped_like_an_argument_breaks_no_law(kind):
+  report = check(*all_outputs(OUTPUTS[kind]))
   assert "wrong" not in verdicts(report).values(), report
   assert not report.ok and "carry=" in said(report, "skip")
 
@@ -781,23 +782,9 @@ def test_a_step_without_a_state_to_judge_is_refused():
 
 
 def test_a_rule_whose_scale_is_derived_is_named():
-  class Exponent(NamedTuple):
-    exponent: jax.Array
-
-    @property
-    def loss_scale(self):
-      return jnp.exp2(self.exponent)
-
-  class Derived(ols.LossScale):
-    def init(self):
-      return Exponent(jnp.float32(3))
-
-    def update(self, state, overflow, *, amax=None):
-      return state
-
-  text = "got a Exponent whose .* store S itself in it"
+  text = "got a ExponentState whose .* store S itself in it"
   with pytest.raises(TypeError, match=text):
-    check(*step_of(ols.loss_scaling(ADAM, Derived())))
+    check(*step_of(ols.loss_scaling(ADAM, support.Exponent())))
 
 
 def test_a_step_with_an_argument_by_keyword_is_refused():

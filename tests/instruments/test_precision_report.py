@@ -7,7 +7,6 @@ import chex
 from flax import nnx
 import jax
 from jax import lax
-from jax.experimental import pallas as pl
 import jax.numpy as jnp
 import optax
 import pytest
@@ -15,6 +14,7 @@ import pytest
 import optax_lossscale as ols
 from tests import documents
 from tests import support
+from tests.autocast.programs import kernel
 
 report_of = ols.instruments.precision_report
 ONES, EYE = jnp.ones((2, 2)), jnp.eye(2)
@@ -36,14 +36,6 @@ def norm(x):
 
 def in_scope(scope, function):
   return jax.named_scope(scope)(function)
-
-
-def kernel(x):
-  def double(x_ref, o_ref):
-    o_ref[...] = 2 * x_ref[...]
-
-  shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-  return pl.pallas_call(double, out_shape=shape, interpret=True)(x)
 
 
 # Each reason with a level, the operations between two products, and those that

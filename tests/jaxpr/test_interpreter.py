@@ -202,9 +202,6 @@ def test_effects_happen_once_per_call_and_in_order(transform):
   assert seen == [(word, x) for x in (1.0, 2.0) for word in "abc"]
 
 
-# Devices ----------------------------------------------------------------------
-
-
 # Recordings -------------------------------------------------------------------
 
 

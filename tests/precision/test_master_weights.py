@@ -27,7 +27,6 @@ POSITIONS = {
 SCALING = ["inside", "outside"]
 
 each_position = pytest.mark.parametrize("position", POSITIONS)
-each_scaling = pytest.mark.parametrize("position", SCALING)
 
 
 def master_of(state):
@@ -212,42 +211,7 @@ def test_parameters_and_state_can_be_donated():
   assert master_of(state)["half"].dtype == jnp.float32
 
 
-def small_steps(tx):
-  """Returns how many of 64 small updates arrived, for each parameter."""
-  params = {name: jnp.ones(1, jnp.float16) for name in ("a", "b")}
-  gradients = jax.tree.map(lambda x: jnp.full((64, 1), SMALL, x.dtype), params)
-  every, _, _ = run(tx, params, gradients)
-  return {
-    name: float((1 - np.float64(x[-1, 0])) / SMALL) for name, x in every.items()
-  }
-
-
 GROUPS = {"a": "first", "b": "second"}
-LABELS = {"a": "moving", "b": "frozen"}
-FROZEN = optax.set_to_zero()
-
-PROGRAMS = {
-  "accumulation inside": (
-    ols.loss_scaling(ols.master_weights(optax.MultiSteps(SGD, 2)), RULE),
-    (32, 32),
-  ),
-  "one group": (
-    optax.partition({"moving": MASTER, "frozen": FROZEN}, LABELS),
-    (64, 0),
-  ),
-  "groups inside": (
-    ols.master_weights(
-      optax.partition({"moving": SGD, "frozen": FROZEN}, LABELS)
-    ),
-    (64, 0),
-  ),
-}
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_small_updates_add_up_anywhere_in_a_program(program):
-  tx, (a, b) = PROGRAMS[program]
-  assert small_steps(tx) == {"a": a, "b": b}
 
 
 def test_groups_that_scale_on_their_own_skip_on_their_own():

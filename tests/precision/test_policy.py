@@ -81,21 +81,6 @@ def test_the_page_has_every_name():
   assert set(names) - set(of_the_page()) == {"half", "none"}
 
 
-@pytest.mark.parametrize(
-  "policy",
-  [
-    MIXED,
-    ols.Policy(None, F16, None),
-    ols.Policy(F32, BF16, F16, level="O2"),
-    ols.Policy(F32, None, F32, level="O0"),
-    ols.Policy(jnp.float8_e4m3fn, F32, F64),
-  ],
-)
-def test_a_policy_is_read_back_from_its_string(policy):
-  assert ols.get_policy(str(policy)) == policy
-  assert ols.get_policy(policy) is policy
-
-
 def test_policies_are_equal_by_value_and_can_be_static():
   same = ols.Policy(jnp.float32, np.dtype(F16), np.float32)
   assert same == MIXED

@@ -27,8 +27,17 @@ WAYS = {
   "remainder": lambda inner, **axis: scaled(remainders(inner), **axis),
   "stochastic": lambda inner, **axis: by_chance(scaled(inner, **axis)),
 }
-each_way = pytest.mark.parametrize("way", WAYS)
 RATE = 2.0**-6
+
+
+def alternating(several, without=()):
+  """Returns pairs of a way and each of several; one way of each is not slow."""
+  return [
+    pytest.param(way, x, marks=[pytest.mark.slow] * ((i + j) % 2))
+    for i, x in enumerate(several)
+    for j, way in enumerate(WAYS)
+    if (way, x) not in without
+  ]
 
 
 def inner(rate=RATE):
@@ -123,12 +132,13 @@ PROGRAMS = {
   "accumulation inside": lambda way: train(way(twice(inner(), 2)), TWICE),
   "accumulation around": lambda way: train(twice(way(inner()), 2), TWICE),
 }
-CASES = [(way, program) for way in WAYS for program in PROGRAMS]
 # Its count is of all steps there, so it rounds otherwise.
-CASES.remove(("stochastic", "accumulation inside"))
+OTHERWISE = ("stochastic", "accumulation inside")
 
 
-@pytest.mark.parametrize(("way", "program"), CASES)
+@pytest.mark.parametrize(
+  ("way", "program"), alternating(PROGRAMS, without=[OTHERWISE])
+)
 def test_frameworks_and_wrappers_change_no_bit(way, program):
   params, state = PROGRAMS[program](WAYS[way])
   assert {x.dtype for x in jax.tree.leaves(params)} == {START["bias"].dtype}
@@ -168,9 +178,15 @@ def through(kind, tree, target, folder):
     return checkpointer.restore(folder / "state", target)
 
 
-@each_way
+SAVED = ["orbax Auto Explicit", "pickle Explicit Auto", "bytes Auto Auto"]
+
+
 @pytest.mark.parametrize(
-  "case", ["orbax Auto Explicit", "pickle Explicit Auto", "bytes Auto Auto"]
+  ("way", "case"),
+  [
+    *alternating(SAVED[:2]),
+    *[pytest.param(x, SAVED[2], marks=pytest.mark.slow) for x in WAYS],
+  ],
 )
 def test_a_sharded_run_goes_on_from_a_checkpoint_on_another_mesh(
   way, case, tmp_path
@@ -199,9 +215,11 @@ def test_a_sharded_run_goes_on_from_a_checkpoint_on_another_mesh(
 @pytest.mark.parametrize("kind", ["orbax", "bytes"])
 def test_no_checkpoint_of_one_store_passes_for_the_other(kind, tmp_path):
   copy, remainder = (
-    {"state": tx(optax.adam(1e-3)).init(START)}
+    {"state": tx(optax.sgd(RATE)).init(START)}
     for tx in (ols.master_weights, remainders)
   )
+  own = through(kind, remainder, remainder, tmp_path)
+  support.assert_same_bits(own, remainder)
   for name, saved, target in (("a", copy, remainder), ("b", remainder, copy)):
     with pytest.raises((KeyError, ValueError)):
       through(kind, saved, target, tmp_path / name)
@@ -215,8 +233,7 @@ MAPPINGS = {
 }
 
 
-@each_way
-@pytest.mark.parametrize("mapping", MAPPINGS)
+@pytest.mark.parametrize(("way", "mapping"), alternating(MAPPINGS))
 def test_a_shard_and_a_member_of_a_batch_train_as_if_alone(way, mapping):
   def trained(x, **axis):
     return train(WAYS[way](inner(), **axis), 1024 * x[1:], x[0])[0]
@@ -246,13 +263,16 @@ def test_the_average_of_a_shard_moves_in_bfloat16():
   assert average == pytest.approx(1 - 0.999**1000, rel=0.01)
 
 
-@pytest.mark.parametrize("position", ["inside", "outside"])
 @pytest.mark.parametrize(
-  "wrap", [ols.master_weights, remainders, by_chance, ols.low_precision_state]
+  "way",
+  [
+    lambda inner: scaled(by_chance(ols.low_precision_state(inner))),
+    lambda inner: scaled(ols.master_weights(inner)),
+    lambda inner: remainders(scaled(ols.low_precision_state(inner))),
+  ],
 )
-def test_shapes_alone_prove_every_way(wrap, position):
-  adam = optax.adam(1e-3)
-  tx = scaled(wrap(adam)) if position == "inside" else wrap(scaled(adam))
+def test_shapes_alone_prove_every_way(way):
+  tx = way(optax.adam(1e-3))
 
   def loss_fn(params, x):
     return jnp.mean((x @ params["kernel"] + params["bias"]) * params["half"])

@@ -1,7 +1,5 @@
 """The rule that keeps bits free, compared with its model and its promises."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,6 @@ from tests.reference import amax_rules as reference
 from tests.rules import runs
 
 Headroom = ols.rules.HeadroomLossScale
-INF = (True, math.inf)
 
 
 @pytest.mark.parametrize(
@@ -29,18 +26,6 @@ def test_every_short_run_gives_the_scales_of_the_model(arguments, length):
     Headroom(**arguments),
     lambda: reference.Headroom(**arguments),
     *runs.every_short_run(length),
-  )
-
-
-def test_long_random_runs_give_the_scales_of_the_model():
-  arguments = {"window": 7, "headroom": 3, "init_scale": 2.0**40}
-  rule = Headroom(**arguments)
-  others = np.random.default_rng(1).random(2000) < 0.003
-  overflows, amaxes, _ = runs.closed_loop(
-    rule, runs.random_true_amax(0, 2000), others
-  )
-  runs.assert_follows(
-    rule, lambda: reference.Headroom(**arguments), overflows[None], amaxes[None]
   )
 
 

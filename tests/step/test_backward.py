@@ -181,11 +181,6 @@ def test_guarantee_1_a_state_that_jit_closes_over_is_refused(use):
     jax.jit(lambda x: use(x, STATE))(jnp.ones(2))
 
 
-def test_guarantee_1_a_bare_scale_may_be_closed_over():
-  for scale in (ols.get_loss_scale(STATE), 1024.0):
-    jax.jit(ols.scaled_value_and_grad(loss_fn, scale))(PARAMS, BATCH)
-
-
 @pytest.mark.parametrize(
   ("scale", "message"),
   [

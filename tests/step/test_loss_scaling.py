@@ -416,26 +416,6 @@ def test_a_flag_is_set_if_anything_in_it_is_not_zero(flag, expected):
     assert not after.nan
 
 
-def test_counts_and_metrics_follow_a_run():
-  tx = wrapped()
-  state = tx.init(jnp.ones(1))
-  rows = []
-  for value, skip in [(1, YES), (np.inf, NO), (np.inf, YES), (1, NO), (1, YES)]:
-    _, state = tx.update(jnp.full(1, value, jnp.float32), state, skip=skip)
-    metrics = ols.loss_scale_metrics(state)
-    names = ("skipped", "overflow", "requested_skips", "consecutive_skips")
-    rows.append([int(metrics[name]) for name in names])
-  assert rows == [
-    [1, 0, 1, 1],
-    [1, 1, 1, 2],
-    [1, 1, 1, 3],
-    [0, 0, 1, 0],
-    [1, 0, 2, 1],
-  ]
-  assert metrics["applied_steps"] == 1 and metrics["skipped_steps"] == 4
-  assert metrics["skip_rate"] == np.float32(0.8)
-
-
 def test_without_a_flag_the_count_of_requested_skips_passes_through():
   tx = wrapped()
   state = tx.init(jnp.ones(2))
@@ -647,15 +627,6 @@ def test_guarantee_13_extra_arguments_reach_the_inner_transformation(rule):
   tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value=value)
 
 
-def test_guarantee_13_extra_arguments_reach_what_multi_steps_wraps():
-  inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau())
-  tx = wrapped(optax.MultiSteps(inner, 2))
-  state = tx.init(jnp.zeros(2))
-  for scale in (8.0, 16.0):
-    updates, state = tx.update(jnp.full(2, scale), state, value=1.0)
-  np.testing.assert_array_equal(updates, [-1.0, -1.0])
-
-
 def test_parameters_may_be_two_trees():
   tx = wrapped(optax.lookahead(optax.sgd(1.0), 2, 0.5))
   params = optax.LookaheadParams.init_synced(jnp.array([1.0, 2.0]))
@@ -675,17 +646,6 @@ def test_parameters_without_a_gradient_need_not_be_arrays():
 
 
 # The rule, and an S that is not usable.
-
-
-def test_the_rule_is_given_amax():
-  class Follower(Stub):
-    def update(self, state, overflow, *, amax=None):
-      return support.StubState(amax * 2)
-
-  tx = wrapped(rule=Follower())
-  _, state = tx.update(jnp.array([-24.0, 3.0]), tx.init(jnp.zeros(2)), amax=25)
-  assert ols.get_loss_scale(state) == 50.0
-  assert state.amax == 25.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -810,15 +770,6 @@ def test_a_flag_that_varies_along_an_unnamed_axis_is_refused(rule):
   )
   with pytest.raises(ValueError, match="must skip together.*axis_name='data'"):
     jax.jit(step)(jnp.zeros(8, bool))
-
-
-def test_runs_under_vmap_skip_on_their_own():
-  tx = wrapped()
-  states = jax.vmap(lambda _: tx.init(jnp.ones(2)))(jnp.arange(3))
-  update = lambda state, skip: tx.update(jnp.ones(2), state, skip=skip)  # noqa: E731
-  _, after = jax.jit(jax.vmap(update))(states, jnp.array([False, True, False]))
-  assert after.requested_skips.tolist() == [0, 1, 0]
-  assert ols.get_loss_scale(after).tolist() == [16, 8, 16]
 
 
 # Without a rule, the same program trains like the bare optimizer.

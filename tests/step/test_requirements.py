@@ -233,21 +233,6 @@ def test_update_refuses_a_state_that_init_would_not_make(rule, state, message):
     scaling(rule=rule).update(PARAMS, state, PARAMS)
 
 
-def test_the_remedies_for_another_rules_state_work():
-  _, state = scaling().update(PARAMS, scaling().init(PARAMS), PARAMS)
-  rule_state = Counter(4).init()._replace(loss_scale=ols.get_loss_scale(state))
-  state = optax.tree.set(state, loss_scale_state=rule_state)
-  _, state = scaling(rule=Counter(4)).update(PARAMS, state, PARAMS)
-  assert (state.applied_steps, ols.get_loss_scale(state)) == (2, 16)
-  # With another S of the same rule nothing compiles again.
-  update = jax.jit(scaling().update)
-  for scale in (2.0, 4.0):
-    state = optax.tree.set(state, loss_scale_state=Stub(scale).init())
-    _, after = update(PARAMS, state, PARAMS)
-    assert ols.get_loss_scale(after) == 2 * scale
-  assert update._cache_size() == 1
-
-
 # Gradients, updates and states that do not fit.
 
 OTHER = {"a": jnp.zeros(3), "c": jnp.zeros(2)}

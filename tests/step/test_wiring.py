@@ -310,11 +310,6 @@ def test_an_optimizer_may_take_such_a_name():
   assert seen == [3]
 
 
-def test_none_for_gradients_is_right_where_there_are_no_parameters():
-  tx = scaling()
-  tx.update(None, tx.init(None), None)
-
-
 # The first S, and parameters in float16.
 
 FIRST_SCALES = {
