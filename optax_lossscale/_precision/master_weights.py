@@ -18,7 +18,7 @@ from optax_lossscale._step import requirements
 from optax_lossscale._step import states as _states
 
 _NAME = "master_weights"
-_HALVES = 'master_weights(..., store="remainder")'
+_REST = 'master_weights(..., store="remainder")'
 
 
 @narrow_parameters.owner
@@ -181,8 +181,7 @@ def master_weights(
   def widen(x: jax.Array) -> jax.Array:
     # JAX does not promote float8.
     wide = jnp.promote_types(dtype, leaves.at_least_float32(x.dtype))
-    is_wide = is_copy or rounding.is_narrow(x, _HALVES)
-    return _convert(x, wide) if is_wide else x
+    return _convert(x, wide) if is_copy or rounding.is_narrow(x, _REST) else x
 
   def init(params: optax.Params) -> _AnyState:
     wide, inner_state = narrow_parameters.init(inner, _NAME, widen, params)
@@ -224,7 +223,7 @@ def _wide(
   def read(kept: jax.Array, param: jax.Array) -> jax.Array:
     if narrow_parameters.is_absent(kept):
       return param
-    if kept.dtype == jnp.int16 and not rounding.is_narrow(param, _HALVES):
+    if kept.dtype == jnp.int16 and not rounding.is_narrow(param, _REST):
       raise ValueError(
         "`params` must be the 16-bit parameters that belong to the state, got "
         f"one in {param.dtype}."
@@ -243,7 +242,7 @@ def _first_copy(x: object) -> object:
 
 
 def _first_remainder(x: object) -> object:
-  if not rounding.is_narrow(x, _HALVES):
+  if not rounding.is_narrow(x, _REST):
     return optax.MaskedNode()
   return jnp.zeros_like(x, jnp.int16)
 
