@@ -5,6 +5,7 @@ parts       whole steps, and each part of the library
 gpu         what holds on a GPU, and what it costs there
 targets     what is compiled for GPUs and TPUs that are not here
 autocast    what autocast makes of a model's products
+products    the error of the gradient in each format of products
 accelerate  what a precision schedule saves and costs
 truth       models trained with and without loss scaling
 
@@ -22,6 +23,7 @@ _COMMANDS = {
   "parts": "benchmarks.parts",
   "gpu": "benchmarks.gpu",
   "autocast": "benchmarks.autocast",
+  "products": "benchmarks.products",
   "accelerate": "benchmarks.accelerate",
   "truth": "benchmarks.truth.command",
   "targets": "benchmarks.targets",

@@ -201,6 +201,8 @@ def autocast(
   dtype: DTypeLike = jnp.float16,
   overrides: Mapping[str, DTypeLike] | None = None,
   operations: Mapping[str, Sequence[str]] | None = None,
+  preferred_element_type: DTypeLike | None = None,
+  dot_dtype: DTypeLike | tuple[DTypeLike, DTypeLike] | None = None,
 ) -> Callable[..., Any]:
   """Returns `fun` in mixed precision, for a function of NNX objects.
 
@@ -216,6 +218,8 @@ def autocast(
     dtype: the low precision, float16 or bfloat16.
     overrides: dtypes by scope; NNX records the scopes of `jax.named_scope`.
     operations: edits to the lists of the level.
+    preferred_element_type: float32 for float32 results of products.
+    dot_dtype: float8_e4m3fn for matrix products in float8.
 
   Returns:
     A function with the arguments of `fun`.
@@ -248,7 +252,13 @@ def autocast(
     return list(changed), outputs
 
   mixed = plain_autocast.autocast(
-    pure, level, dtype=dtype, overrides=overrides, operations=operations
+    pure,
+    level,
+    dtype=dtype,
+    overrides=overrides,
+    operations=operations,
+    preferred_element_type=preferred_element_type,
+    dot_dtype=dot_dtype,
   )
 
   @functools.wraps(fun)

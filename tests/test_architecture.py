@@ -39,8 +39,11 @@ LINES = {
 }
 # Triples of a package, how many lines more it has, and what they are for.
 GROWN: list[tuple[str, int, str]] = [
-  ("instruments", 1460, "`compile_report`, and what reads compiled programs"),
+  ("instruments", 1474, "`compile_report`, and what reads compiled programs"),
   ("_precision", 788, "remainders, stochastic rounding, bfloat16 moments"),
+  ("_autocast", 475, "formats of products: float8, float32 results"),
+  ("_jaxpr", 9, "a choice by platform counts once"),
+  ("nnx", 10, "the arguments of `autocast` for them"),
   ("_step", 53, "`loss_scaling` around them sees the parameters' own dtypes"),
   ("__init__", 4, "their two names"),
   ("cli", 72, "`doctor --on` and `doctor --make-compilers`"),
@@ -49,7 +52,7 @@ GROWN: list[tuple[str, int, str]] = [
 SLACK = 10
 
 # The most lines and functions of all tests, and lines of a function.
-MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 30_345, 1_075, 60
+MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 31_021, 1_113, 60
 
 
 def layers():

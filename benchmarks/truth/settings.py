@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -29,6 +30,8 @@ class Setting:
   saturating: bool = False
   first_seed: int = 0
   parameters: DTypeLike = jnp.float32  # Stored, and widened for the loss.
+  # Other arguments of `autocast`.
+  products: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   # Makes the optimizer from that of the workload.
   wrap: Callable[
     [optax.GradientTransformation], optax.GradientTransformation
@@ -108,7 +111,28 @@ SIXTEEN_BIT: Mapping[str, Setting] = {
   ),
 }
 
-ALL: Mapping[str, Setting] = {**SETTINGS, **SIXTEEN_BIT}
+_E4M3 = jnp.float8_e4m3fn
+
+# Products in other formats, without loss scaling.
+PRODUCTS: Mapping[str, Setting] = {
+  "float32-results": Setting(
+    "bfloat16, `preferred_element_type=jnp.float32`",
+    jnp.bfloat16,
+    products={"preferred_element_type": jnp.float32},
+  ),
+  "float8": Setting(
+    "bfloat16, `dot_dtype=jnp.float8_e4m3fn`",
+    jnp.bfloat16,
+    products={"dot_dtype": _E4M3},
+  ),
+  "float8-e4m3": Setting(
+    "the same with gradients in e4m3 too",
+    jnp.bfloat16,
+    products={"dot_dtype": (_E4M3, _E4M3)},
+  ),
+}
+
+ALL: Mapping[str, Setting] = {**SETTINGS, **SIXTEEN_BIT, **PRODUCTS}
 
 # These guard the verdict: it must find no difference in them.
 NULLS = ("null-scaled", "null-seeds")
@@ -122,7 +146,7 @@ def of(*, full: bool, sixteen_bit: bool) -> list[str]:
 
   Args:
     full: all, or those that show that it needs no loss scaling.
-    sixteen_bit: also those with parameters in bfloat16.
+    sixteen_bit: also those with parameters in bfloat16, and other products.
   """
   scaling = SETTINGS if full else _FEW
-  return [*scaling, *(SIXTEEN_BIT if sixteen_bit else ())]
+  return [*scaling, *({**SIXTEEN_BIT, **PRODUCTS} if sixteen_bit else ())]

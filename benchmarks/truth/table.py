@@ -79,27 +79,29 @@ def text(workloads: Workloads, rows: Rows, folder: pathlib.Path) -> str:
       _list({name: x.description for name, x in settings.SETTINGS.items()}),
       textwrap.fill(verdict.RULE, 92),
       *(report.markdown(header, body) for header, body in tables),
-      *_sixteen_bit(workloads, rows, compared, folder),
+      *_others(workloads, rows, compared, folder),
     ]
   )
 
 
-def _sixteen_bit(
+def _others(
   workloads: Workloads, rows: Rows, compared: Compared, folder: pathlib.Path
 ) -> Iterator[str]:
-  """Yields what `text` says of parameters in 16 bits."""
+  """Yields what `text` says of parameters in 16 bits and of other products."""
   workloads = {name: x for name, x in workloads.items() if x.sixteen_bit}
   if not workloads:
     return
-  yield _list({name: x.description for name, x in settings.SIXTEEN_BIT.items()})
-  names = [settings.REFERENCE, "bfloat16", *settings.SIXTEEN_BIT]
-  yield report.markdown(
-    ("parameters in bfloat16", *names), _scores(workloads, rows, names)
-  )
-  yield report.markdown(
-    ("difference from float32", *names[1:], "visible"),
-    _differences(workloads, compared, names[1:]),
-  )
+  for title, group in (
+    ("parameters in bfloat16", settings.SIXTEEN_BIT),
+    ("products in other formats", settings.PRODUCTS),
+  ):
+    yield _list({name: x.description for name, x in group.items()})
+    names = [settings.REFERENCE, "bfloat16", *group]
+    yield report.markdown((title, *names), _scores(workloads, rows, names))
+    yield report.markdown(
+      ("difference from float32", *names[1:], "visible"),
+      _differences(workloads, compared, names[1:]),
+    )
   yield report.markdown(
     (
       *("masters missed", "in the first step", "mean of all steps"),

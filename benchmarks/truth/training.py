@@ -149,7 +149,9 @@ def lowered(
   """Returns the loss as a setting computes it."""
   loss = workload.loss
   if setting.dtype != jnp.float32:
-    loss = ols.autocast(loss, settings.LEVEL, dtype=setting.dtype)
+    loss = ols.autocast(
+      loss, settings.LEVEL, dtype=setting.dtype, **setting.products
+    )
   if setting.saturating:
     loss = ols.hardware.emulate_saturation(loss)
   if setting.parameters == jnp.float32:

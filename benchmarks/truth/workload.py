@@ -41,7 +41,7 @@ class Workload:
   # Train in all settings, or only in those that show that it needs no loss
   # scaling.
   full: bool = True
-  # Train with parameters in bfloat16 too.
+  # Train with parameters in bfloat16 too, and with other products.
   sixteen_bit: bool = False
   betas: tuple[float, float] = (0.9, 0.999)
 

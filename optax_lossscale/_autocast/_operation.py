@@ -11,6 +11,7 @@ from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale._autocast import _products
 from optax_lossscale._autocast import _value
 from optax_lossscale._autocast import levels
 from optax_lossscale._base import bits
@@ -137,13 +138,38 @@ def _run_product(
     x.exceeds(dtype) for x in floats
   ):
     dtype = _FLOAT32
-  emitted = parameters["preferred_element_type"]
-  if emitted is not None and all(x.written == _FLOAT32 for x in floats):
+  formats, why = decision.formats, ""
+  if formats and dtype == _FLOAT32:
+    formats = None
+  if formats and levels.is_float8(formats.operands):
+    why = _products.reason_against_float8(equation, inputs)
+  if formats and why:
+    formats, why = formats.in_16_bits(dtype), f"{levels.NOT_FLOAT8}{why}"
+  with scopes.note(why):
+    emitted = parameters["preferred_element_type"]
     # Only a product written in low precision may keep a wider result.
-    equation = equation.replace(
-      params={**parameters, "preferred_element_type": dtype}
-    )
-  return _run_in_dtype(equation, inputs, dtype, decision)
+    is_wide = any(x.written != _FLOAT32 for x in floats)
+    if formats:
+      kept = emitted if is_wide else None
+      return _run_in_formats(equation, inputs, formats, kept or dtype)
+    if emitted is not None and not is_wide:
+      equation = equation.replace(
+        params={**parameters, "preferred_element_type": dtype}
+      )
+    return _run_in_dtype(equation, inputs, dtype, decision)
+
+
+def _run_in_formats(
+  equation: core.JaxprEqn,
+  inputs: _Values,
+  formats: levels.Formats,
+  dtype: np.dtype,
+) -> _Values:
+  """Evaluates a product in formats, whose result by default is in `dtype`."""
+  with interpreter.context(equation):
+    result = _products.multiply(equation, inputs, formats)
+    array = result.astype(formats.result or dtype)
+  return _value.make_outputs(equation, [array], [_find_span(equation, inputs)])
 
 
 def _run_sum(
@@ -211,7 +237,9 @@ def _commutes(equation: core.JaxprEqn, source: _value.Value) -> bool:
   converted, so that the backward pass sums the gradient in float32. (Constants
   are always converted first, since they have no backward pass.)
   """
-  rearranges = equation.primitive.name in operation_table.REARRANGES
+  rearranges = equation.primitive.name in operation_table.REARRANGES | {
+    "reshard"
+  }
   return len(equation.invars) == 1 and (
     source.kind is _Kind.CONSTANT or (source.kind is _Kind.GIVEN and rearranges)
   )

@@ -114,8 +114,11 @@ def _decide(jaxpr: core.Jaxpr, recipe: levels.Recipe, scope: str) -> Plan:
   for equation in jaxpr.jaxpr.eqns:
     name = operation_table.name_of(equation)
     where = scopes.join(scope, str(equation.source_info.name_stack))
+    inside = recipe
+    if calls.form(equation) is calls.Form.CUSTOM_JVP:
+      inside = recipe.for_jvp_rule()
     bodies = [
-      _decide(body.jaxpr, recipe, where)
+      _decide(body.jaxpr, inside, where)
       for body in calls.castable_bodies(equation)
     ]
     decision = None if bodies else recipe.decide(name, where)

@@ -121,7 +121,8 @@ def _keep_rule(of: _Call) -> _Values:
   def evaluate_rule(jaxpr: core.Jaxpr, inputs: _Values) -> _Values:
     # A product follows the derivative if one follows the function.
     use = _plan.share_use(step.outputs)
-    plan = _plan.make_plan(jaxpr, program.recipe, step.scope, use)
+    recipe = program.recipe.for_jvp_rule() if is_jvp else program.recipe
+    plan = _plan.make_plan(jaxpr, recipe, step.scope, use)
     return program.evaluate(jaxpr, plan, inputs)
 
   itself = _as_function(of)

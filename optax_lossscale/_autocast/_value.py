@@ -1,10 +1,12 @@
 """A value in a mixed-precision program, and its copies in other dtypes."""
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
 import enum
 from typing import Any
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -45,6 +47,14 @@ class Kind(enum.Enum):
     return self.is_neutral or self is Kind.STATISTIC
 
 
+class Operand(NamedTuple):
+  """What a product multiplies: numbers in a format, times `unscale`."""
+
+  array: Array
+  # float32[], a power of two; None in 16 bits.
+  unscale: Array | None
+
+
 # The smallest and largest magnitude of some numbers, or None if there are none.
 Span = tuple[float, float] | None
 
@@ -62,9 +72,13 @@ class Value:
   # multiplied with it or written into it.
   span: Span = None
   # The move that made this value and the move's input, if the input may be
-  # converted instead. A converted input can serve several moves.
+  # converted instead. A converted input can serve several moves, and moves
+  # between devices with fewer bytes.
   source: "tuple[core.JaxprEqn, Value] | None" = None
   _versions: dict[np.dtype, Array] = dataclasses.field(
+    default_factory=dict, init=False
+  )
+  _operands: dict[np.dtype, Operand] = dataclasses.field(
     default_factory=dict, init=False
   )
 
@@ -86,6 +100,14 @@ class Value:
     if dtype not in self._versions:
       self._versions[dtype] = self._make_version(dtype)
     return self._versions[dtype]
+
+  def operand(
+    self, dtype: np.dtype, make: Callable[["Value"], Operand]
+  ) -> Operand:
+    """Returns what a product multiplies, made only the first time."""
+    if dtype not in self._operands:
+      self._operands[dtype] = make(self)
+    return self._operands[dtype]
 
   def restore(self) -> Array:
     """Returns the array in its dtype in the original program."""
@@ -139,7 +161,8 @@ class Value:
     if isinstance(self.array, np.ndarray | np.generic):
       with np.errstate(over="ignore"):
         return np.asarray(self.array).astype(dtype)
-    if self.source is None:
+    # A gradient is summed over devices before it is converted.
+    if self.source is None or self.source[0].primitive.name == "reshard":
       return lax.convert_element_type(self.array, dtype)
     move, value = self.source
     parameters = move.primitive.get_bind_params(move.params)

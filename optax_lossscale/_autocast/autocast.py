@@ -32,6 +32,8 @@ def autocast(
   dtype: DTypeLike = jnp.float16,
   overrides: Mapping[str, DTypeLike] | None = None,
   operations: Mapping[str, Sequence[str]] | None = None,
+  preferred_element_type: DTypeLike | None = None,
+  dot_dtype: DTypeLike | tuple[DTypeLike, DTypeLike] | None = None,
 ) -> Callable[_P, _R]:
   """Returns `fun` in mixed precision, with a suitable dtype for each operation.
 
@@ -65,6 +67,13 @@ def autocast(
   matrix product of `fun` is in float32, except at "O0" and "OD". So the loss is
   the same whether `fun` is only the model or the whole loss function.
 
+  A product in `dtype` gives `dtype`, and the gradient of its weights has passed
+  through it. `preferred_element_type` makes both float32. `dot_dtype` lowers
+  the matrix products with an argument of `fun` to float8, forward and backward,
+  and keeps everything else in `dtype`; docs/guides/fp8.md says for which
+  devices. Either has no forward-mode derivative (`jax.jvp`), and a product in
+  float8 no second one.
+
   Args:
     fun: any function that JAX can trace, such as a loss or `model.apply`.
       Arguments other than arrays, such as `train=True`, are passed unchanged.
@@ -80,6 +89,13 @@ def autocast(
       in float32. Those in "gray" follow their inputs, and those in "promote"
       run in the widest dtype of their inputs. The names are those of JAX's
       primitives, plus "square", "cube", "reciprocal" and "vecdot".
+    preferred_element_type: float32 for products in `dtype` with float32
+      results and gradients, named as in `jax.lax.dot_general`; None for `dtype`
+      as JAX has it.
+    dot_dtype: float8_e4m3fn (or float8_e4m3fnuz) for matrix products in float8,
+      each operand with a scale of its own; the gradients that come in are in
+      float8_e5m2, or in the second of two dtypes: `(operands, gradients)`. None
+      for no float8.
 
   Returns:
     A function with the same arguments as `fun`. It traces `fun` on each call,
@@ -87,7 +103,8 @@ def autocast(
 
   Raises:
     TypeError: if `fun` is not a function, or an argument has the wrong type.
-    ValueError: if a level, list or dtype does not exist. When called: if a
+    ValueError: if a level, list or dtype does not exist, or the level lowers no
+      products that have formats. When called: if a
       pattern matches no scope of `fun`, `operations` names an unknown
       operation, `fun` changes an object in place, such as an NNX model in
       training (use `nnx.autocast`), or a precision schedule lowers `fun`.
@@ -114,9 +131,16 @@ def autocast(
     The levels of Apex and MindSpore; autocast in PyTorch 2.13.
   """
   arguments.check_function(fun)
-  recipe = levels.make_recipe(level, dtype, overrides, operations)
+  recipe = levels.make_recipe(
+    level, dtype, overrides, operations, preferred_element_type, dot_dtype
+  )
 
   if recipe.is_idle:
+    if recipe.dot_dtypes or recipe.result_dtype:
+      raise ValueError(
+        "`dot_dtype` and `preferred_element_type` are for products in `dtype`, "
+        f"got level={level!r}, where there are none; the level O1 has them."
+      )
     return fun
 
   @functools.wraps(fun)

@@ -27,6 +27,11 @@ from optax_lossscale._jaxpr import scopes
 FLOAT32 = np.dtype(np.float32)
 _LOW = ("float16", "bfloat16")
 _DTYPES = (*_LOW, "float32")
+# The formats of operands, each with that of gradients, which has more range.
+FLOAT8 = {
+  "float8_e4m3fn": np.dtype(jnp.float8_e5m2),
+  "float8_e4m3fnuz": np.dtype(jnp.float8_e5m2fnuz),
+}
 
 # Hardware computes matrix products and convolutions many times faster in low
 # precision, while accumulating in float32. Other systems also list
@@ -69,6 +74,9 @@ PROMOTING = operation_table.names("add add_any concatenate")
 # NORM_SCOPES matches the default names of Flax Linen's norms.
 NORM_SCOPES = ("*Norm*", "*norm*")
 LOSS_SCOPES = ("*Loss*", "*loss*", "*cross_entropy*")
+
+# How the reason for a product in 16 bits begins.
+NOT_FLOAT8 = "not float8: "
 
 
 class Treatment(enum.Enum):
@@ -132,6 +140,20 @@ def find_level(level: object) -> Level:
   return LEVELS[level]
 
 
+class Formats(NamedTuple):
+  """The dtypes of a product: its operands', its gradients' and its result's."""
+
+  operands: np.dtype
+  gradients: np.dtype
+  result: np.dtype | None  # None for the low-precision dtype.
+
+  def in_16_bits(self, dtype: np.dtype) -> "Formats | None":
+    """Returns those of a product that stays in `dtype`; None if all are it."""
+    if self.result is None:
+      return None
+    return Formats(dtype, dtype, self.result)
+
+
 class Decision(NamedTuple):
   """The treatment of one operation, and the reason for it."""
 
@@ -141,6 +163,8 @@ class Decision(NamedTuple):
   is_override: bool = False
   # The reason that `precision_report` shows, if any.
   why: str = ""
+  # Those of a product, unless they are what JAX makes of the dtype.
+  formats: Formats | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +175,12 @@ class Recipe:
   dtype: np.dtype  # The low-precision dtype.
   # Pairs of a scope pattern and the dtype of all operations in that scope.
   overrides: tuple[tuple[str, np.dtype], ...]
+  # Of the products' operands and gradients, and of their results.
+  dot_dtypes: tuple[np.dtype, np.dtype] | None = None
+  result_dtype: np.dtype | None = None
+  # In a rule for tangents, whose products are transposed: one with formats has
+  # a derivative, but no transpose.
+  in_jvp_rule: bool = False
   # The scopes that contain a product. Such scopes do not count as norms or
   # losses, whatever their names.
   product_scopes: frozenset[str] = frozenset()
@@ -195,6 +225,10 @@ class Recipe:
     }
     return dataclasses.replace(self, product_scopes=frozenset(with_product))
 
+  def for_jvp_rule(self) -> "Recipe":
+    """Returns the recipe for a rule for tangents."""
+    return dataclasses.replace(self, in_jvp_rule=True)
+
   def decide(self, operation: str, scope: str) -> Decision:
     """Returns how to treat an operation, given its name and its scope."""
     overrides = [x for x in self.overrides if scopes.matches(scope, x[0])]
@@ -203,7 +237,8 @@ class Recipe:
       is_float32 = dtype == FLOAT32
       treatment = Treatment.BLACK if is_float32 else Treatment.LOW
       why = "overrides" if is_float32 else ""
-      return Decision(treatment, dtype, is_override=True, why=why)
+      formats, not_float8 = self._formats(operation, dtype, is_override=True)
+      return Decision(treatment, dtype, True, why or not_float8, formats)
     treatment = self.level.listed.get(operation, self.level.rest)
     why = "black list" if treatment is Treatment.BLACK else ""
     if treatment is not Treatment.WHITE and any(
@@ -211,11 +246,34 @@ class Recipe:
       for x in scopes.ancestors(scope)
     ):
       treatment, why = Treatment.BLACK, "scope of a norm or loss"
-    return Decision(treatment, self.dtype, why=why)
+    formats, not_float8 = self._formats(
+      operation, self.dtype, is_override=False
+    )
+    return Decision(
+      treatment, self.dtype, why=why or not_float8, formats=formats
+    )
+
+  def _formats(
+    self, operation: str, dtype: np.dtype, *, is_override: bool
+  ) -> tuple[Formats | None, str]:
+    """Returns the formats of a product, if any, and why they are not float8."""
+    if operation not in PRODUCTS:
+      return None, ""
+    if self.in_jvp_rule:
+      return None, f"{NOT_FLOAT8}in a jvp rule" if self.dot_dtypes else ""
+    formats = Formats(dtype, dtype, self.result_dtype)
+    if self.dot_dtypes and not is_override:
+      formats = Formats(*self.dot_dtypes, self.result_dtype)
+    return (formats if formats != (dtype, dtype, None) else None), ""
 
 
 def make_recipe(
-  level: object, dtype: object, overrides: object, operations: object
+  level: object,
+  dtype: object,
+  overrides: object,
+  operations: object,
+  preferred_element_type: object = None,
+  dot_dtype: object = None,
 ) -> Recipe:
   """Returns the recipe for the arguments of `autocast`."""
   overrides = _check_mapping(
@@ -229,6 +287,12 @@ def make_recipe(
     overrides=tuple(
       (x, _check_dtype(f"overrides[{shown(x)}]", value, _DTYPES))
       for x, value in overrides.items()
+    ),
+    dot_dtypes=None if dot_dtype is None else _check_dot_dtype(dot_dtype),
+    result_dtype=None
+    if preferred_element_type is None
+    else _check_dtype(
+      "preferred_element_type", preferred_element_type, ("float32",)
     ),
   )
 
@@ -257,15 +321,34 @@ def _check_dtype(name: str, dtype: object, known: Collection[str]) -> np.dtype:
   listed = ", ".join(known)
   found = arguments.check_dtype(name, dtype, example=listed)
   if found.name not in known:
-    remedy = (
-      "; float8 needs a scale for each tensor, which the layers for it keep, "
-      "such as Flax's Fp8 operations"
-    )
-    raise ValueError(
-      f"`{name}` must be one of {listed}, got {found.name}"
-      f"{remedy if jnp.finfo(found).bits == 8 else ''}."
-    )
+    rule = f"one of {listed}" if len(known) > 1 else listed
+    remedy = ""
+    if found.name in FLOAT8 and "float32" not in known:
+      remedy = "; for float8 products, pass dtype=jnp.bfloat16 and dot_dtype="
+      remedy += f"jnp.{found.name}"
+    raise ValueError(f"`{name}` must be {rule}, got {found.name}{remedy}.")
   return found
+
+
+def _check_dot_dtype(value: object) -> tuple[np.dtype, np.dtype]:
+  """Returns the formats of a product's operands and of its gradients."""
+  pair = value if isinstance(value, tuple) else (value, None)
+  if len(pair) != 2:
+    raise ValueError(
+      "`dot_dtype` must be one dtype, or two: for the operands and for the "
+      f"gradients, got {shown(value)}."
+    )
+  operands = _check_dtype("dot_dtype", pair[0], tuple(FLOAT8))
+  wide = FLOAT8[operands.name]
+  if pair[1] is None:
+    return operands, np.dtype(wide)
+  gradients = _check_dtype("dot_dtype[1]", pair[1], (operands.name, wide.name))
+  return operands, gradients
+
+
+def is_float8(dtype: np.dtype) -> bool:
+  """Returns whether products in a format have scales."""
+  return jnp.finfo(dtype).bits == 8
 
 
 def _check_operations(operations: object) -> dict[str, Treatment]:

@@ -122,6 +122,11 @@ def castable_bodies(equation: core.JaxprEqn) -> list[Body]:
   return [] if form(equation) is Form.SOLVE else bodies(equation)
 
 
+def is_by_platform(equation: core.JaxprEqn) -> bool:
+  """Returns whether the platform that is compiled for chooses a branch."""
+  return equation.params.get("branches_platforms") is not None
+
+
 def transparent_body(equation: core.JaxprEqn) -> core.Jaxpr | None:
   """Returns the jaxpr of an equation that merely calls it, or else None.
 

@@ -33,10 +33,14 @@ def operations(
   for equation in calls.close(jaxpr).jaxpr.eqns:
     where = join(scope, str(equation.source_info.name_stack))
     bodies = calls.castable_bodies(equation)
+    inside = (*around, equation)
+    if calls.is_by_platform(equation):
+      # The last branch is that of all platforms without one of their own.
+      bodies, inside = bodies[-1:], around
     if not bodies:
       yield where, equation, around
     for body in bodies:
-      yield from operations(body.jaxpr, where, (*around, equation))
+      yield from operations(body.jaxpr, where, inside)
 
 
 def note(text: str) -> contextlib.AbstractContextManager[object]:

@@ -4,12 +4,14 @@ import collections
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
+from collections.abc import Sequence
 import functools
 import textwrap
 from typing import Any
 from typing import NamedTuple
 
 import jax
+from jax import lax
 from jax.extend import core
 import numpy as np
 
@@ -83,6 +85,8 @@ def precision_report(fun: Callable[..., Any], *args: object) -> PrecisionReport:
 
   Operations in float32 come with `autocast`'s reason, such as "black list" (see
   docs/autocast.md); those of the backward pass have the forward pass's reason.
+  A product that `dot_dtype` leaves in 16 bits says why, one in float8 how it is
+  accumulated.
   "as written" marks operations that autocast leaves alone or does not see, such
   as the optimizer's. Conversions, moves and comparisons do not count. A product
   counts as low precision if its result or all of its inputs are.
@@ -125,14 +129,29 @@ def precision_report(fun: Callable[..., Any], *args: object) -> PrecisionReport:
     if name in levels.PRODUCTS:
       products[dtype.name] += 1
       in_branches += is_in_branch
-    # Only operations that autocast may lower have a note.
-    note = scopes.note_on(equation) if dtype == levels.FLOAT32 else ""
-    reasons = [] if operation_table.is_low(dtype) else [note or "as written"]
+    reasons = _reasons(equation, around, dtype)
     reasons += ["in a loop"] * any(map(calls.is_loop, around))
     reasons += ["in a branch"] * is_in_branch
     key = scope, dtype.name, ", ".join(reasons)
     counts.setdefault(key, collections.Counter())[name] += 1
   return PrecisionReport(dict(products), in_branches, counts)
+
+
+def _reasons(
+  equation: core.JaxprEqn, around: Sequence[core.JaxprEqn], dtype: np.dtype
+) -> list[str]:
+  """Returns why an operation has its dtype, or how it accumulates float8."""
+  # Only operations that autocast may lower have a note.
+  notes = map(scopes.note_on, (*around, equation))
+  note = next(filter(None, notes), "") if dtype.itemsize <= 4 else ""
+  if not operation_table.is_low(dtype):
+    return [note or "as written"]
+  is_product = equation.primitive.name in levels.PRODUCTS
+  if is_product and levels.is_float8(dtype):
+    precision = equation.params["precision"]
+    is_full = lax.Precision.HIGHEST in (precision or ())
+    return ["full accumulation" if is_full else "fast accumulation"]
+  return [note] if note.startswith(levels.NOT_FLOAT8) else []
 
 
 def computing(

@@ -31,6 +31,7 @@ X = jax.random.normal(jax.random.key(0), (4, 8))
 W = jax.random.normal(jax.random.key(1), (8, 8)) / 3
 SCALE, BIAS = jnp.linspace(0.5, 2, 8), jnp.linspace(-1, 1, 8)
 
+E4M3 = jnp.float8_e4m3fn
 LEVELS = ("O1", "O2", "O3", "auto", "OD")
 
 
@@ -600,7 +601,15 @@ TWICE = {"gray": ["exp"], "black": ["exp"]}
     ({"level": "O4"}, ValueError, "`level` must be one of O0, O1, O2, O3"),
     ({"dtype": "half precision"}, TypeError, "`dtype` must be a float"),
     ({"dtype": jnp.float64}, ValueError, "one of float16, bfloat16, got"),
-    ({"dtype": jnp.float8_e4m3fn}, ValueError, "a scale for each tensor"),
+    ({"dtype": jnp.float8_e4m3fn}, ValueError, "and dot_dtype=jnp.float8_e4m"),
+    ({"dot_dtype": jnp.bfloat16}, ValueError, "`dot_dtype` must be one of"),
+    ({"dot_dtype": (E4M3,) * 3}, ValueError, "must be one dtype, or two"),
+    ({"dot_dtype": (E4M3, "int8")}, TypeError, "`dot_dtype[1]` must be a f"),
+    (
+      {"preferred_element_type": jnp.float16},
+      ValueError,
+      "`preferred_element_type` must be float32, got float16",
+    ),
     ({"overrides": ["conv1"]}, TypeError, "`overrides` must be a dict"),
     ({"overrides": {"x": 16}}, TypeError, "`overrides['x']` must be a float"),
     ({"operations": {"grey": ["exp"]}}, ValueError, "got 'grey'"),

@@ -184,3 +184,12 @@ def test_a_model_from_outside_of_another_transform_is_refused_and_stays_whole():
   support.assert_same_bits(values(teacher), before)
   only_read = ols.nnx.autocast(lambda a, x: jnp.mean(a(x) - teacher(x)))
   nnx.value_and_grad(only_read)(student, X)
+
+
+def test_products_have_the_formats_that_autocast_has():
+  model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+  low = ols.nnx.autocast(
+    lambda model, x: model(x), dtype=jnp.bfloat16, dot_dtype=jnp.float8_e4m3fn
+  )
+  found = ols.instruments.precision_report(low, model, jnp.ones((64, 64)))
+  assert found.products == {"float8_e4m3fn": 1}

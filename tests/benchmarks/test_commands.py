@@ -108,6 +108,19 @@ LINEAR = workload_lib.Workload(
 )
 
 
+@pytest.mark.slow
+def test_products_measures_each_format(tmp_path, capsys):
+  words = ["products", "--tiny", f"--out={tmp_path}"]
+  assert command.main(words) == 0
+  (found,) = json.loads((tmp_path / "products.json").read_text())[
+    "workloads"
+  ].values()
+  narrow, *_ = found["bfloat16"]["errors"]
+  assert 0 < narrow < found["float8"]["errors"][0] < 0.2
+  assert (found["bfloat16"]["float8"], found["float8"]["float8"]) == (0, 3)
+  assert "| brier |" in capsys.readouterr().out
+
+
 @pytest.mark.long
 def test_accelerate_times_each_part_of_each_schedule(
   tmp_path, monkeypatch, capsys

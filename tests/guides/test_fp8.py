@@ -1,4 +1,4 @@
-"""docs/guides/fp8.md: FP8 values in Linen and NNX, in windows, on devices."""
+"""docs/guides/fp8.md: float8 in any function, and the FP8 layers of Flax."""
 
 from flax import nnx
 import flax.linen as nn
@@ -10,6 +10,7 @@ import pytest
 
 import optax_lossscale as ols
 from tests import documents
+from tests import support
 from tests.support import on_each_device
 
 pytestmark = pytest.mark.slow
@@ -26,7 +27,8 @@ SEEN = np.abs(BATCH["x"]).max()
 
 def begin():
   names = {"batch": BATCH, "nn": nn, "nnx": nnx}
-  page = documents.Page(PATH, documents.training() | names)
+  any_function = "## One argument.*## FP8 layers"
+  page = documents.Page(PATH, documents.training() | names, any_function)
   page.run("Linen")
   return page
 
@@ -35,6 +37,18 @@ def seen(params):
   """Returns the largest input that the layer has seen in its last step."""
   (values,) = params[FP8].values()
   return values["input_amax_history"][0]
+
+
+def test_any_function_multiplies_in_float8():
+  page = documents.Page(PATH, documents.training())
+  page.run("One argument")
+  grads, true = (
+    jax.jit(jax.grad(page[name]))(page["params"], page["x"], page["y"])
+    for name in ("low_loss_fn", "loss_fn")
+  )
+  for found, expected in zip(*map(jax.tree.leaves, (grads, true)), strict=True):
+    assert found.dtype == jnp.float32
+    assert 1e-3 < support.relative_error(found, expected) < 0.2
 
 
 def test_a_step_stores_the_amax_of_the_batch_in_linen_and_in_nnx():

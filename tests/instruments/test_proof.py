@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale._autocast import _products
 from optax_lossscale._base import leaves
 from optax_lossscale._base import named_calls
 from optax_lossscale._step import backward
@@ -245,6 +246,11 @@ ASSUMED = {
   "findings._largest": [(over_devices, jnp.arange(5, dtype=jnp.uint32))],
   "backward._inf_where_unusable": [
     (usable, jnp.float32(2.0**x), GRADIENTS) for x in (-9, 0, 15)
+  ],
+  "_products._powers": [
+    # The scale of such a maximum is the quotient itself.
+    (_products._powers, jnp.float32([-1, 448 * 2.0**x]), 448.0)
+    for x in (0, 9)
   ],
   "_emulate_saturation._saturate": [
     (_emulate_saturation._saturate, GRADIENTS[x]) for x in "abc"

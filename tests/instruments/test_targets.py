@@ -142,6 +142,28 @@ def test_autocast_lowers_products_and_their_gradients(target, dtype):
 
 
 @each_target
+def test_products_have_the_formats_that_the_page_says(target):
+  page = documents.read("docs/guides/fp8.md")
+  (shown,) = re.findall(
+    rf"^\|[^|]*\b{target}\b[^|]*\| (\w+)", page, re.M | re.I
+  )
+  low = functools.partial(ols.autocast, loss_fn, dtype=jnp.bfloat16)
+  grad = jax.grad(low(dot_dtype=jnp.float8_e4m3fn))
+  found = compile_for(target, grad, WEIGHTS, WEIGHTS[0])
+  assert len(found.products) >= 5
+  for x in (x for product in found.products for x in product.operands):
+    assert x.split("_")[0] == shown
+  # Four operands and two gradients are rounded, whatever becomes of casts.
+  assert found.text.count(" reduce-precision(") >= 6
+  grad = jax.grad(low(preferred_element_type=jnp.float32))
+  found = compile_for(target, grad, WEIGHTS, WEIGHTS[0])
+  assert not found.conditionals
+  assert {x.result for x in found.products} == {"float32"}
+  if target not in ("v100", "t4"):
+    assert {x.operands for x in found.products} == {("bfloat16", "bfloat16")}
+
+
+@each_target
 def test_what_changes_numbers_without_a_gradient_is_compiled(target):
   tx = ols.master_weights(
     ols.loss_scaling(optax.adam(1e-3), ols.DynamicLossScale())

@@ -1,0 +1,313 @@
+"""Products whose operands and gradients have formats of their own.
+
+JAX's derivative of a product rounds each gradient to the dtype of the operand:
+to 16 bits, or to float8 without a scale. So these products have a rule of their
+own. It repeats the equations of JAX's derivative with operands in the formats,
+and results in float32. So it knows each product, batch and sharding that JAX
+does.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import math
+from typing import NamedTuple
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._autocast import _value
+from optax_lossscale._autocast import levels
+from optax_lossscale._base import bits
+from optax_lossscale._base import named_calls
+from optax_lossscale._jaxpr import interpreter
+from optax_lossscale._jaxpr import scopes
+from optax_lossscale._jaxpr.interpreter import Array
+
+Operand = _value.Operand
+
+# A Hopper GPU multiplies 32 terms of float8 at once, and fewer rows or columns
+# do not fill it either. cuBLAS needs multiples of 16.
+_FEWEST = 32
+_MULTIPLE = 16
+
+# The name of float8 operands for the policies of `jax.checkpoint`.
+_NAME = "float8"
+# Why an operation is in float32.
+_SCALING = "scaling of float8"
+
+
+class _Kept(NamedTuple):
+  """What the backward pass of a product needs; the factors only for dtypes."""
+
+  factors: Sequence[Array]
+  operands: Sequence[Operand]
+  others: Sequence[Array]
+
+
+def multiply(
+  equation: core.JaxprEqn,
+  inputs: Sequence[_value.Value],
+  formats: levels.Formats,
+) -> jax.Array:
+  """Returns the result of a product, whose derivative has formats, too."""
+  factors = inputs[:2]
+  operands = [_version(x, formats.operands) for x in factors]
+  # What else an operation takes, such as the sizes of a `ragged_dot`.
+  others = _value.get_arrays(inputs[2:])
+  product = _make_product(equation, formats)
+  return product(_value.get_arrays(factors), operands, others)
+
+
+def _make_product(
+  equation: core.JaxprEqn, formats: levels.Formats
+) -> Callable[..., jax.Array]:
+  """Returns a function of factors, of what they are in a format, and others.
+
+  Its results depend only on the latter, and its gradients are those of the
+  factors, in their own dtypes. So one rounding serves all uses of a factor.
+  """
+  in_float8 = levels.is_float8(formats.operands)
+  parameters = {**equation.params, "preferred_element_type": levels.FLOAT32}
+  forward_precision = backward_precision = parameters["precision"]
+  if in_float8:
+    # XLA adds up float8 products in few bits on a GPU if both are DEFAULT. So
+    # other systems do in the forward pass alone.
+    forward_precision = forward_precision or (lax.Precision.DEFAULT,) * 2
+    backward_precision = (lax.Precision.HIGHEST,) * 2
+  wide = equation.replace(params={**parameters, "precision": forward_precision})
+
+  def run(
+    factors: Sequence[Array],
+    operands: Sequence[Operand],
+    others: Sequence[Array],
+  ) -> jax.Array:
+    del factors
+    arrays = [_read(x, formats.operands) for x in operands]
+    result = _bind(wide, [*arrays, *others])
+    return _unscaled(result, operands, levels.FLOAT32)
+
+  def forward(
+    factors: Sequence[Array],
+    operands: Sequence[Operand],
+    others: Sequence[Array],
+  ) -> tuple[jax.Array, _Kept]:
+    result = run(factors, operands, others)
+    if in_float8:
+      result = _differentiated_once(result, factors)
+    empty = [np.zeros(0, x.dtype) for x in factors]
+    return result, _Kept(empty, operands, others)
+
+  def backward(
+    kept: _Kept, gradient: jax.Array
+  ) -> tuple[list[jax.Array], None, None]:
+    of_result = _operand(gradient, formats.gradients)
+    gradients = []
+    for place, factor in enumerate(kept.factors):
+      other = kept.operands[1 - place]
+      jaxpr = _transposed(wide, kept, place, gradient)
+      arrays = [_read(other, formats.operands), of_result.array, *kept.others]
+      found = _replay(jaxpr, arrays, backward_precision)
+      gradients.append(_unscaled(found, [other, of_result], factor.dtype))
+    return gradients, None, None
+
+  product = jax.custom_vjp(run)
+  product.defvjp(forward, backward)
+  return product
+
+
+def _transposed(
+  equation: core.JaxprEqn, kept: _Kept, place: int, gradient: jax.Array
+) -> core.Jaxpr:
+  """Returns JAX's gradient of a product with respect to the factor in a place.
+
+  Its inputs are the other factor, the gradient of the result, and `others`.
+  """
+  factors = [jax.eval_shape(_widened, x.array) for x in kept.operands]
+
+  def gradient_of_factor(
+    other: jax.Array, gradient: jax.Array, *others: jax.Array
+  ) -> jax.Array:
+    def of_factor(x: jax.Array) -> jax.Array:
+      pair = [x, other] if place == 0 else [other, x]
+      return interpreter.bind(equation, [*pair, *others])[0]
+
+    return jax.linear_transpose(of_factor, factors[place])(gradient)[0]
+
+  return jax.make_jaxpr(gradient_of_factor)(
+    factors[1 - place], gradient, *kept.others
+  )
+
+
+def _replay(
+  jaxpr: core.Jaxpr, arrays: Sequence[Array], precision: object
+) -> jax.Array:
+  """Returns what a jaxpr of products and moves gives for narrow arrays."""
+
+  def rule(
+    equation: core.JaxprEqn, inputs: Sequence[Array]
+  ) -> Sequence[jax.Array]:
+    if equation.primitive.name in levels.PRODUCTS:
+      parameters = {
+        **equation.params,
+        "preferred_element_type": levels.FLOAT32,
+        "precision": precision,
+      }
+      equation = equation.replace(params=parameters)
+      return [_bind(equation, inputs)]
+    return interpreter.bind(equation, inputs)
+
+  (result,) = interpreter.evaluate(jaxpr, arrays, rule)
+  return jnp.asarray(result)
+
+
+def _bind(equation: core.JaxprEqn, arrays: Sequence[Array]) -> jax.Array:
+  """Returns the float32 result of a product of narrow arrays.
+
+  Up to jax 0.12, XLA has no kernel for some bfloat16 products on a CPU if the
+  result is in float32, such as those of two axes whose result is transposed.
+  """
+
+  def bind(*arrays: Array) -> jax.Array:
+    return interpreter.bind(equation, arrays)[0]
+
+  def bind_on_cpu(*arrays: jax.Array) -> jax.Array:
+    # They may have been cast in this program, and XLA might use what was cast.
+    wide = [lax.reduce_precision(_widened(x), 8, 7) for x in arrays[:2]]
+    return bind(*wide, *arrays[2:])
+
+  if arrays[0].dtype != jnp.bfloat16:
+    return bind(*arrays)
+  result: jax.Array = lax.platform_dependent(
+    *arrays, cpu=bind_on_cpu, default=bind
+  )
+  return result
+
+
+@jax.custom_jvp
+def _differentiated_once(
+  result: jax.Array, factors: Sequence[Array]
+) -> jax.Array:
+  """Returns a result whose derivative by the factors is an error."""
+  del factors
+  return result
+
+
+@_differentiated_once.defjvp
+def _refuse(primals: object, tangents: object) -> tuple[jax.Array, jax.Array]:
+  del primals, tangents
+  raise TypeError(
+    "A product in float8 can be differentiated once, got a second derivative. "
+    "Take the first one inside of `autocast`, or keep this product in 16 bits: "
+    "by `overrides`, or without `dot_dtype`."
+  )
+
+
+def _version(value: _value.Value, dtype: np.dtype) -> Operand:
+  """Returns what a product multiplies for a value, made only once."""
+
+  def make(value: _value.Value) -> Operand:
+    if value.source is not None:
+      move, source = value.source
+      operand = _version(source, dtype)
+      (moved,) = interpreter.bind(move, [operand.array])
+      return _named(operand._replace(array=moved))
+    if not levels.is_float8(dtype):
+      return _operand(value.array, dtype)
+    operand = _operand(lax.stop_gradient(value.array), dtype)
+    # `jax.checkpoint` rounds floats that it keeps, and makes NaN of the largest
+    # numbers of this format. It leaves integers alone.
+    bytes_of = lax.bitcast_convert_type(operand.array, jnp.uint8)
+    return _named(operand._replace(array=bytes_of))
+
+  return value.operand(dtype, make)
+
+
+def _read(operand: Operand, dtype: np.dtype) -> Array:
+  """Returns the numbers of an operand that `_version` has made."""
+  if operand.unscale is None:
+    return operand.array
+  return lax.bitcast_convert_type(operand.array, dtype)
+
+
+def _operand(x: Array, dtype: np.dtype) -> Operand:
+  """Returns the numbers of an array in a format, float8 with a scale."""
+  if not levels.is_float8(dtype):
+    return Operand(lax.convert_element_type(x, dtype), None)
+  with scopes.note(_SCALING):
+    x = _widened(jnp.asarray(x))
+    scale, unscale = _powers(x, float(jnp.finfo(dtype).max))
+    # The cast rounds no more, so no compiler can leave the rounding out. It
+    # makes NaN of what is not finite, where the format has no inf.
+    narrow = bits.rounded(x * scale, dtype).astype(dtype)
+  return Operand(narrow, unscale)
+
+
+def _named(operand: Operand) -> Operand:
+  """Returns an operand; one in float8 has a name for `jax.checkpoint`."""
+  if operand.unscale is None:
+    return operand
+  return operand._replace(array=checkpoint_name(operand.array, _NAME))
+
+
+def _quotients(x: jax.Array, largest: float) -> tuple[jax.Array, jax.Array]:
+  """Returns what a proof takes `_powers` for."""
+  amax = jnp.max(jnp.abs(x))
+  return largest / amax, amax / largest
+
+
+@named_calls.assumed(_quotients)
+def _powers(x: jax.Array, largest: float) -> tuple[jax.Array, jax.Array]:
+  """Returns the largest power of two that keeps x in range, and 1 / it."""
+  # The other numbers keep their scale if one is not finite.
+  amax = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0))
+  # From the bits, since `exp2` is not exact. An exponent counts 2**23 of them.
+  room = np.float32(largest).view(np.int32) - lax.bitcast_convert_type(
+    amax, jnp.int32
+  )
+  exponent = jnp.clip(room >> 23, -126, 126)
+  scale, unscale = (
+    lax.bitcast_convert_type((127 + x) << 23, jnp.float32)
+    for x in (exponent, -exponent)
+  )
+  return scale, unscale
+
+
+def _unscaled(
+  x: jax.Array, operands: Sequence[Operand], dtype: np.dtype
+) -> jax.Array:
+  """Returns the result of a product of operands, in a dtype."""
+  with scopes.note(_SCALING):
+    for operand in operands:
+      if operand.unscale is not None:
+        x = x * operand.unscale
+  return x.astype(dtype)
+
+
+def _widened(x: jax.Array) -> jax.Array:
+  return x.astype(levels.FLOAT32)
+
+
+def reason_against_float8(
+  equation: core.JaxprEqn, inputs: Sequence[_value.Value]
+) -> str:
+  """Returns why a product stays in 16 bits, or an empty string."""
+  if equation.primitive.name != "dot_general":
+    return "not a matrix product"
+  if not any(x.kind is _value.Kind.GIVEN for x in inputs):
+    return "no argument"
+  (contracted, _), (batch, _) = equation.params["dimension_numbers"]
+  left, right = (x.array.shape for x in inputs)
+  if not all(isinstance(x, int) for x in (*left, *right)):
+    return "unknown size"  # That of an exported program.
+  terms, batches = (math.prod(left[i] for i in x) for x in (contracted, batch))
+  together = max(terms * batches, 1)
+  sizes = [terms, *(math.prod(x) // together for x in (left, right))]
+  if min(sizes) < _FEWEST:
+    return "too small"
+  if any(x % _MULTIPLE for x in sizes):
+    return "no multiple of 16"
+  return ""
