@@ -241,7 +241,7 @@ def test_a_layer_and_its_gradients_are_as_near_to_float64_as_the_page_says(
     found = jax.jit(functools.partial(results, low))(p, x)
     output, gradients = jax.tree.map(decibels, found, true)
     worst = min(jax.tree.leaves(gradients))
-    np.testing.assert_allclose([output, worst], [*map(float, row)], atol=0.3)
+    np.testing.assert_allclose([output, worst], [*map(float, row)], atol=0.5)
     assert worst > 20
 
 
