@@ -31,8 +31,7 @@ Operand = _value.Operand
 
 # A Hopper GPU multiplies 32 terms of float8 at once, and fewer rows or columns
 # do not fill it either. cuBLAS needs multiples of 16.
-_FEWEST = 32
-_MULTIPLE = 16
+_FEWEST, _MULTIPLE = 32, 16
 
 # The name of float8 operands for the policies of `jax.checkpoint`.
 _NAME = "float8"
@@ -76,7 +75,8 @@ def _make_product(
   if in_float8:
     # XLA adds up float8 products in few bits on a GPU if both are DEFAULT. So
     # other systems do in the forward pass alone.
-    forward_precision = forward_precision or (lax.Precision.DEFAULT,) * 2
+    if not isinstance(forward_precision, tuple):
+      forward_precision = (lax.Precision.DEFAULT,) * 2
     backward_precision = (lax.Precision.HIGHEST,) * 2
   wide = equation.replace(params={**parameters, "precision": forward_precision})
 

@@ -149,7 +149,7 @@ def _reasons(
   is_product = equation.primitive.name in levels.PRODUCTS
   if is_product and levels.is_float8(dtype):
     precision = equation.params["precision"]
-    is_full = lax.Precision.HIGHEST in (precision or ())
+    is_full = precision == (lax.Precision.HIGHEST,) * 2
     return ["full accumulation" if is_full else "fast accumulation"]
   return [note] if note.startswith(levels.NOT_FLOAT8) else []
 
