@@ -46,17 +46,13 @@ def main(argv: Sequence[str]) -> int:
   """
   arguments = command.parser("products", __doc__).parse_args(argv)
   content = command.begin("products", argv) | {"workloads": {}}
-  rows = []
   for name, make in WORKLOADS.items():
     print(f"... {name}", flush=True)
     found = measure(make(), steps=1 if arguments.tiny else STEPS)
     content["workloads"][name] = found
-    rows.append((name, *_cells(found)))
     if arguments.tiny:
       break
-  columns = ["", "in float8", *(f"{x}, error" for x in FORMATS)]
-  columns += [f"{x}, kept" for x in ("bfloat16", "float32 results", "float8")]
-  report.show("Of the gradient; first and trained parameters", columns, rows)
+  print(f"\n{page(content)}\n")
   report.write(path := arguments.out / "products.json", content)
   print(f"wrote {path}")
   return 0
@@ -120,11 +116,17 @@ def _train(workload: workload_lib.Workload, params: Any, steps: int) -> Any:
   return run(params)
 
 
-def _cells(found: Mapping[str, Any]) -> list[str]:
-  of_float8 = found["float8"]
-  cells = [f"{of_float8['float8']} of {of_float8['products']}"]
-  for row in found.values():
-    cells.append(", ".join(f"{100 * x:.2f} %" for x in row["errors"]))
-  for name in ("bfloat16", "float32 results", "float8"):
-    cells.append(f"{found[name]['kept'] / 1e6:.2f} MB")
-  return cells
+def page(content: Mapping[str, Any]) -> str:
+  """Returns the table; what is kept is beside what bfloat16 alone keeps."""
+  errors = ("bfloat16", "float32 results", "float8")
+  rows = []
+  for name, found in content["workloads"].items():
+    shown = (found[x]["errors"] for x in errors)
+    cells = [", ".join(f"{100 * x:.2f}%" for x in pair) for pair in shown]
+    alone, *kept = (found[x]["kept"] for x in errors)
+    rows.append(
+      [name, *cells, *(f"{100 * (x / alone - 1):+.0f}%" for x in kept)]
+    )
+  return report.markdown(
+    ["training", *errors, *(f"kept, {x}" for x in errors[1:])], rows
+  )

@@ -11,7 +11,6 @@ import pytest
 from benchmarks import __main__ as command
 from benchmarks import accelerate
 from benchmarks import autocast
-from benchmarks import autocast_counts as counts
 from benchmarks import autocast_models as models
 from benchmarks import contest
 from benchmarks import gpt2
@@ -21,6 +20,7 @@ from benchmarks import jax_training
 from benchmarks import machine
 from benchmarks import nonfinite
 from benchmarks import parts
+from benchmarks import products
 from benchmarks import rounds
 from benchmarks import summary
 from benchmarks import targets
@@ -55,9 +55,14 @@ def test_a_bad_option_is_refused(words, message, capsys):
   assert message in capsys.readouterr().err
 
 
-def test_the_page_of_costs_has_the_stored_figures_of_targets():
-  stored = json.loads(documents.read("benchmarks/measured/targets.json"))
-  assert targets.page(stored) in documents.read("docs/costs.md")
+@pytest.mark.parametrize(
+  ("measured", "page"),
+  [(targets, "docs/costs.md"), (products, "docs/does_it_matter.md")],
+)
+def test_a_page_has_the_stored_figures(measured, page):
+  name = measured.__name__.rpartition(".")[2]
+  stored = json.loads(documents.read(f"benchmarks/measured/{name}.json"))
+  assert measured.page(stored) in documents.read(page)
 
 
 # These need nothing beyond the library and its tests.
@@ -184,20 +189,6 @@ def test_autocast_compares_every_level_with_float32_and_by_hand(
     assert (row["conversions"] > 0) == is_low
     assert abs(row["loss_difference"]) < 1e-2
   assert rows["O0"]["loss_difference"] == 0
-
-
-@pytest.mark.slow
-def test_every_model_by_hand_has_float16_products_and_a_float32_loss():
-  def loss_of(make):
-    model = make()
-    return model.make_loss_fn(jnp.float16)(model.params, model.batch)
-
-  for make in models.makers(tiny=True).values():
-    # The initialization is traced as well, so that none of it is compiled.
-    jaxpr = jax.make_jaxpr(lambda make=make: loss_of(make))()
-    assert counts.products(jaxpr, jnp.float16).lowered > 0
-    (loss,) = jaxpr.out_avals
-    assert (loss.shape, loss.dtype) == ((), jnp.float32)
 
 
 # It compiles every program of the benchmark.

@@ -428,6 +428,50 @@ def test_sharded_over_many_chips_loss_scaling_adds_one_small_all_reduce(name):
   assert ours["temporaries"] <= min(x["temporaries"] for x in peers)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+  ("name", "more", "weights"),
+  [
+    ("16 x v5e", 17, ""),
+    ("16 x v5e", 17, r"f8e4m3fn\[4096,2048\]\S* all-gather"),
+    ("256 x v5e", 17, ""),
+    # A sum of shares, four numbers of float8 in one of u32.
+    ("256 x v5e", 20, r"u32\[2,1048576\]\S*\) all-reduce"),
+  ],
+)
+def test_sharded_float8_adds_the_all_reduces_that_the_page_says(
+  name, more, weights
+):
+  spec = jax.P("data") if weights else jax.P()
+  auto = (jax.sharding.AxisType.Auto,)
+  mesh = jax.sharding.AbstractMesh((int(name.split()[0]),), ("data",), auto)
+  up, down, x = (
+    x.update(shape=shape, sharding=jax.NamedSharding(mesh, spec))
+    for x, shape, spec in (
+      (X, (2048, 4096), spec),
+      (X, (4096, 2048), spec),
+      (X, (32768, 2048), jax.P("data")),
+    )
+  )
+
+  def residual_loss_fn(layers, x):
+    for up, down in layers:
+      x = x + jax.nn.gelu(x @ up) @ down
+    return jnp.mean(jnp.float32(x) ** 2)
+
+  low = functools.partial(ols.autocast, residual_loss_fn, dtype=jnp.bfloat16)
+  in_bfloat16, in_float8 = (
+    compile_for(
+      cases.MESHES[name], jax.grad(low(**options)), [(up, down)] * 4, x
+    )
+    for options in ({}, {"dot_dtype": jnp.float8_e4m3fn})
+  )
+  added = in_float8.collectives["all-reduce"]
+  added -= in_bfloat16.collectives["all-reduce"]
+  assert added == more, "docs/guides/fp8.md says how many"
+  assert re.search(weights, in_float8.text)
+
+
 @pytest.mark.parametrize("on", ["h200,v5e"])
 def test_doctor_says_which_casts_are_kept(on, capsys):
   assert cli.main(["doctor", "--on", on]) == 0
