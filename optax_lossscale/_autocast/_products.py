@@ -133,7 +133,7 @@ def _transposed(
   ) -> jax.Array:
     def of_factor(x: jax.Array) -> jax.Array:
       pair = [x, other] if place == 0 else [other, x]
-      return interpreter.bind(equation, [*pair, *others])[0]
+      return _bind_here(equation, [*pair, *others])
 
     return jax.linear_transpose(of_factor, factors[place])(gradient)[0]
 
@@ -156,9 +156,8 @@ def _replay(
         "preferred_element_type": levels.FLOAT32,
         "precision": precision,
       }
-      equation = equation.replace(params=parameters)
-      return [_bind(equation, inputs)]
-    return interpreter.bind(equation, inputs)
+      return [_bind(equation.replace(params=parameters), inputs)]
+    return [_bind_here(equation, inputs)]
 
   (result,) = interpreter.evaluate(jaxpr, arrays, rule)
   return jnp.asarray(result)
@@ -172,7 +171,7 @@ def _bind(equation: core.JaxprEqn, arrays: Sequence[Array]) -> jax.Array:
   """
 
   def bind(*arrays: Array) -> jax.Array:
-    return interpreter.bind(equation, arrays)[0]
+    return _bind_here(equation, arrays)
 
   def bind_on_cpu(*arrays: jax.Array) -> jax.Array:
     # They may have been cast in this program, and XLA might use what was cast.
@@ -184,6 +183,13 @@ def _bind(equation: core.JaxprEqn, arrays: Sequence[Array]) -> jax.Array:
   result: jax.Array = lax.platform_dependent(
     *arrays, cpu=bind_on_cpu, default=bind
   )
+  return result
+
+
+def _bind_here(equation: core.JaxprEqn, arrays: Sequence[Array]) -> jax.Array:
+  """Returns the result of an operation, in the product's scope alone."""
+  parameters = equation.primitive.get_bind_params(equation.params)
+  result: jax.Array = equation.primitive.bind(*arrays, **parameters)
   return result
 
 
@@ -213,7 +219,7 @@ def _version(value: _value.Value, dtype: np.dtype) -> Operand:
     if value.source is not None:
       move, source = value.source
       operand = _version(source, dtype)
-      (moved,) = interpreter.bind(move, [operand.array])
+      moved = _bind_here(move, [operand.array])
       return _named(operand._replace(array=moved))
     if not levels.is_float8(dtype):
       return _operand(value.array, dtype)

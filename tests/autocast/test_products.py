@@ -337,6 +337,7 @@ def test_an_override_leaves_a_product_out():
   low = in_float8(model, overrides={"head": jnp.bfloat16})
   found = ols.instruments.precision_report(low, W, X)
   assert found.products == {"float8_e4m3fn": 1, "bfloat16": 1}
+  assert {scope for scope, *_ in found.counts} == {"body", "head"}
 
 
 def test_operands_are_kept_once_by_name_and_bit_for_bit(capsys):
