@@ -17,7 +17,6 @@ import optax_lossscale as ols
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
 from tests import support
-from tests.support import assert_same_bits
 
 X = jnp.array([0.5, -1.25, 2.0])
 SQUARE = jnp.outer(X, X) + 3 * jnp.eye(3)
@@ -120,7 +119,7 @@ def test_an_evaluated_function_has_the_same_values_and_types(name):
   function = FUNCTIONS[name]
   expected = jax.jit(function)(X)
   got = jax.jit(evaluated(function))(X)
-  assert_same_bits(got, expected)
+  support.assert_same_bits(got, expected)
   shapes = jax.eval_shape(evaluated(function), X)
   expected_shapes = jax.eval_shape(function, X)
   assert support.describe(shapes) == support.describe(expected_shapes)
@@ -235,7 +234,7 @@ def test_arguments_and_results_may_be_anything():
   want = jax.jit(functools.partial(fun, act=jnp.exp, train=True))(
     *args[:3], counts=kwargs["counts"]
   )
-  assert_same_bits(got, want)
+  support.assert_same_bits(got, want)
   assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(got))
 
 
