@@ -201,16 +201,6 @@ def test_extra_args_reach_loss_scaling(extra_args):
   assert state.mean == 0.0
 
 
-def test_guarantee_13_extra_args_reach_the_optimizer():
-  def update(updates, state, params=None, *, factor):
-    return jax.tree.map(lambda x: -factor * x, updates), state
-
-  inner = optax.GradientTransformationExtraArgs(optax.identity().init, update)
-  state = averaged_state(ols.loss_scaling(inner, ols.FixedLossScale(8.0)))
-  state = state.apply_gradients(grads=GOOD, extra_args={"factor": 0.5})
-  np.testing.assert_array_equal(state.params, [0.5, 1.0])
-
-
 @pytest.mark.parametrize(
   ("name", "new"),
   [("overflow", True), ("opt_state", ()), ("step", 3), ("window", 8)],

@@ -126,16 +126,6 @@ def test_float64_and_complex_gradients_keep_their_precision():
 # Overflows.
 
 
-def test_guarantee_11_the_loss_scale_is_frozen_for_the_window():
-  _, state = make()
-  scales = []
-  for i in range(3):
-    (_, grads, _), updates, state = step()(PARAMS, state, BATCH)
-    scales.append(float(grads["w"][0] / -updates["w"][0]))
-    assert state.applied_steps == i + 1
-  assert scales == [8.0, 16.0, 32.0]
-
-
 @pytest.mark.parametrize(("row", "value"), [(0, np.inf), (3, np.nan)])
 def test_guarantee_11_an_overflow_voids_its_window_and_no_later_one(row, value):
   _, state = make()
