@@ -28,7 +28,12 @@ def assert_follows(rule, make_model, overflows, amaxes):
 
 @pytest.mark.parametrize(
   "arguments",
-  [{}, {"beta1": 0.5, "beta2": 0.75, "scale_min": 0.25, "scale_max": 2.0**20}],
+  [
+    {},
+    {"beta1": 0.5, "beta2": 0.75, "scale_min": 0.25, "scale_max": 2.0**20},
+    # It starts at its ceiling, and its floor is no power of two.
+    {"scale_min": 0.3, "scale_max": 0.5},
+  ],
 )
 def test_every_short_run_gives_the_scales_of_the_model(arguments):
   assert_follows(
