@@ -16,6 +16,7 @@ LogMax = ols.rules.LogMaxLossScale
 
 def assert_follows(rule, make_model, overflows, amaxes):
   """Asserts that S is always one of the values that the model allows."""
+  assert rule.init().loss_scale == make_model().scale
   scales, stalled = runs.trajectories(rule, overflows, amaxes)
   for i in range(len(overflows)):
     model = make_model()

@@ -489,16 +489,16 @@ def test_guarantee_18_schedules_inside_count_applied_steps():
 # Skips.
 
 
-def test_guarantee_6_complex_updates_and_states_are_kept_on_a_skip():
-  kept = jnp.array([1.0 + 2.0j])
-  tx = wrapped(
-    optax.GradientTransformation(
-      lambda _: kept,
-      lambda updates, state, params=None: (jnp.array([1j]), state * jnp.nan),
-    )
-  )
+def test_guarantee_6_complex_and_narrow_leaves_are_kept_on_a_skip():
+  kept = {"complex": jnp.array([1.0 + 2.0j]), "half": jnp.ones(1, jnp.bfloat16)}
+
+  def move(updates, state, params=None):
+    return jnp.array([1j]), jax.tree.map(lambda x: x * jnp.nan, state)
+
+  tx = wrapped(optax.GradientTransformation(lambda _: kept, move))
   scaled_grads = jnp.array([complex(np.nan, 0.0)])
-  updates, after = jax.jit(tx.update)(scaled_grads, tx.init(kept))
+  state = tx.init(jnp.zeros(1, jnp.complex64))
+  updates, after = jax.jit(tx.update)(scaled_grads, state)
   assert np.signbit(updates.imag).all()
   assert_skipped(updates)
   assert_same_bits(after.inner_state, kept)
