@@ -7,7 +7,6 @@ import re
 from flax import nnx
 import jax
 from jax import lax
-from jax.experimental import io_callback
 from jax.experimental.xla_metadata import set_xla_metadata
 import jax.numpy as jnp
 import numpy as np
@@ -177,28 +176,6 @@ def test_metadata_and_precision_of_an_operation_are_kept():
   assert "sine" in line
   expected = jax.jit(function).lower(X).as_text()
   assert text.count("HIGHEST") == expected.count("HIGHEST") > 0
-
-
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
-def test_effects_happen_once_per_call_and_in_order(transform):
-  seen = []
-
-  def note(word, x):
-    seen.append((word, float(x[0])))
-    return x
-
-  def function(x):
-    call = functools.partial(io_callback, ordered=True)
-    x = call(functools.partial(note, "a"), x, x)
-    x = jax.jit(lambda x: call(functools.partial(note, "b"), x, x))(x)
-    jax.debug.callback(functools.partial(note, "c"), x, ordered=True)
-    return x
-
-  called = transform(evaluated(function))
-  for value in (1.0, 2.0):
-    called(jnp.full(2, value))
-    jax.effects_barrier()
-  assert seen == [(word, x) for x in (1.0, 2.0) for word in "abc"]
 
 
 # Recordings -------------------------------------------------------------------
