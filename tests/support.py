@@ -230,6 +230,12 @@ def equations(jaxpr):
         yield from equations(parameter)
 
 
+def equation_of(function, *args):
+  """Returns the one equation that a function is recorded as."""
+  (equation,) = jax.make_jaxpr(function)(*args).eqns
+  return equation
+
+
 def compile_donated(step, params, state, *rest):
   """Returns `step` compiled, in place for parameters and state.
 

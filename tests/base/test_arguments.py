@@ -70,18 +70,6 @@ def test_a_fixed_scale_must_be_a_normal_float32():
     assert ols.FixedLossScale(scale).init().loss_scale == scale
 
 
-def test_a_flag_that_is_not_a_bool_is_refused():
-  for value in (1, None):
-    with _refused(TypeError, "skip", value):
-      ols.DynamicLossScale(skip=value)
-
-
-def test_a_warning_names_the_nearest_power_of_two_at_the_users_line():
-  with pytest.warns(ols.WiringWarning, match=r"take 1024\.0") as caught:
-    ols.FixedLossScale(1000.0)
-  assert caught[0].filename == __file__
-
-
 STATE = ols.rules.HeadroomLossScale().init()
 SCHEDULE = ols.PrecisionSchedule("float16", until_loss=1.0)
 

@@ -13,7 +13,6 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale import experimental
 from tests import support
-from tests.support import assert_same_bits
 
 TX = ols.loss_scaling(optax.sgd(0.5), support.Stub())
 PARAMS = jnp.array([1.0, -0.0])
@@ -156,7 +155,7 @@ def test_it_is_the_same_bit_for_bit_after_an_overflow(value, before):
   values = [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 7.0, 8.0][:before]
   _, state = watch(guard, values)
   _, after = watch(guard, [value], overflows=[0], state=state)
-  assert_same_bits(after, state)
+  support.assert_same_bits(after, state)
 
 
 def test_a_step_that_another_reason_skips_is_not_seen():
@@ -167,7 +166,7 @@ def test_a_step_that_another_reason_skips_is_not_seen():
   # Out of patience, the guard would accept 9 and begin anew.
   for value in (1.0, 9.0):
     assert not guard.is_spike(state, value)
-    assert_same_bits(guard.update(state, value, skipped), state)
+    support.assert_same_bits(guard.update(state, value, skipped), state)
   _, applied = TX.update(PARAMS, opt_state)
   assert guard.update(state, 1.0, applied).accepted == state.accepted + 1
 

@@ -15,8 +15,7 @@ import pytest
 
 import optax_lossscale as ols
 from tests import documents
-from tests.support import assert_same_bits
-from tests.support import to_bits
+from tests import support
 
 PATH = "docs/guides/checkpoints.md"
 # S is soon so large that float16 overflows, and again every few steps.
@@ -56,7 +55,7 @@ def test_save_and_resume_with_orbax(tmp_path):
     page.names |= training
     page.run("Save and resume with Orbax", folder=folder, steps=steps)
   assert 3 < resumed["state"]["opt_state"].skipped_steps < 17
-  assert to_bits(resumed["state"]) == to_bits(whole["state"])
+  assert support.to_bits(resumed["state"]) == support.to_bits(whole["state"])
 
 
 def test_what_is_saved_comes_back_and_trains_on(tmp_path):
@@ -66,12 +65,12 @@ def test_what_is_saved_comes_back_and_trains_on(tmp_path):
     saved = page["state"]
 
     page.run("Resume on another mesh")
-    assert to_bits(page["state"]) == to_bits(saved)
+    assert support.to_bits(page["state"]) == support.to_bits(saved)
     sharding = page["state"]["params"]["w"].sharding
     assert sharding.spec == PartitionSpec(None, "model")
 
     page.run("One file")
-    assert to_bits(page["state"]) == to_bits(saved)
+    assert support.to_bits(page["state"]) == support.to_bits(saved)
     before = (tmp_path / "state.msgpack").read_bytes()
     with pytest.raises(TypeError):  # Half is written, and then a key comes.
       page["save"](tmp_path / "state.msgpack", saved)
@@ -89,7 +88,7 @@ def test_what_is_saved_comes_back_and_trains_on(tmp_path):
     page.run("Removing loss scaling", batch=page["batch"])
     grads = jax.grad(loss_fn)(params, page["batch"])
     expected = inner.update(grads, inner.init(params), params)
-    assert_same_bits((page["updates"], page["inner_state"]), expected)
+    support.assert_same_bits((page["updates"], page["inner_state"]), expected)
 
     # S is beyond the new bound, and comes within it.
     scaled_grads = jax.tree.map(jnp.ones_like, params)

@@ -12,7 +12,6 @@ import pytest
 
 from optax_lossscale.hardware import emulate_saturation
 from tests import support
-from tests.support import assert_same_bits
 
 # LLVM decides what kernels do with NaN and inf.
 pytestmark = pytest.mark.usefixtures("full_compilation")
@@ -67,7 +66,7 @@ def test_the_gradient_of_a_saturating_loss_is_the_saturating_gradient():
   for scale in (1, 30):
     scaled = [jnp.asarray(x * scale, HALF) for x in args]
     got = outside(*scaled)
-    assert_same_bits(got, inside(*scaled))
+    support.assert_same_bits(got, inside(*scaled))
     assert is_finite(got)
     assert any(np.any(x) for x in got[1])
   assert not is_finite(jax.jit(plain)(*scaled))
@@ -83,7 +82,7 @@ def test_second_derivatives_saturate():
   x = jnp.array([1.0, -3.0, 9.0, 11.5], HALF)
   got = jax.jit(second(emulate_saturation(cube)))(x)
   assert not is_finite(second(cube)(x))
-  assert_same_bits(got, jax.jit(emulate_saturation(second(cube)))(x))
+  support.assert_same_bits(got, jax.jit(emulate_saturation(second(cube)))(x))
   assert np.count_nonzero(got) == 4
 
 
@@ -139,8 +138,8 @@ def test_forward_mode_is_an_error_and_its_remedy_works():
   result, tangent = emulate_saturation(
     lambda x, dx: jax.jvp(jnp.exp, (x,), (dx,))
   )(x, x)
-  assert_same_bits(result, clamp(jnp.exp(x)))
-  assert_same_bits(tangent, clamp(x * clamp(jnp.exp(x))))
+  support.assert_same_bits(result, clamp(jnp.exp(x)))
+  support.assert_same_bits(tangent, clamp(x * clamp(jnp.exp(x))))
 
 
 def test_closed_over_arrays_are_differentiated():
@@ -150,8 +149,8 @@ def test_closed_over_arrays_are_differentiated():
     return emulate_saturation(lambda x: jnp.exp(x * weights))(x)
 
   result, vjp = jax.vjp(jax.jit(closed_over), x)
-  assert_same_bits(result, clamp(jnp.exp(clamp(x * x))))
-  assert_same_bits(vjp(jnp.ones_like(x))[0], clamp(x * result))
+  support.assert_same_bits(result, clamp(jnp.exp(clamp(x * x))))
+  support.assert_same_bits(vjp(jnp.ones_like(x))[0], clamp(x * result))
   constant = emulate_saturation(lambda: jnp.exp(jnp.full((), 12, HALF)))
   assert constant() == LARGEST
 
@@ -212,7 +211,7 @@ def test_the_parts_of_complex_numbers_saturate():
   largest = np.finfo(np.float32).max
   assert abs(got[0].imag) == largest
   np.testing.assert_array_equal(got[1:], np.array([-1, largest], got.dtype))
-  assert_same_bits(emulate_saturation(lambda z: z * z)(z), z * z)
+  support.assert_same_bits(emulate_saturation(lambda z: z * z)(z), z * z)
 
 
 def test_several_dtypes_saturate_at_once_and_others_stay_as_they_are():

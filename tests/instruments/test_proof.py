@@ -200,18 +200,6 @@ def test_a_trace_is_the_same_before_during_and_after_a_proof(is_warm):
   assert text(function, args) == plain
 
 
-def test_a_step_runs_after_a_proof_as_before_it():
-  step, *args = step_of()
-  other, *_ = step_of()
-  before = step(*args)
-  count = step._cache_size()
-  for function in (step, other):
-    assert check(function, *args).ok
-    after = function(*args)
-    jax.tree.map(np.testing.assert_array_equal, after, before)
-  assert step._cache_size() == count
-
-
 GRADIENTS = {
   "a": jnp.asarray([0, 1.5, -3, 2.0**20]),
   "b": jnp.asarray([0.5, -7, 2.0**-9], jnp.float16),

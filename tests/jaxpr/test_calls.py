@@ -68,12 +68,6 @@ def hidden(x):
   return 1 / (x * x + 1)
 
 
-def equation_of(function, *args):
-  """Returns the one equation that a function is recorded as."""
-  (equation,) = jax.make_jaxpr(function)(*args).eqns
-  return equation
-
-
 def test_every_primitive_of_the_table_has_a_program():
   assert PROGRAMS.keys() == calls.TABLE.keys()
 
@@ -96,7 +90,7 @@ def test_only_plain_calls_are_transparent(name):
 def test_a_jitted_function_that_places_any_of_its_values_stays_a_call(side):
   sharding = jax.NamedSharding(MESH, jax.P())
   function = jax.jit(lambda *xs: xs, **{side: (None, sharding)})
-  assert calls.transparent_body(equation_of(function, X, X)) is None
+  assert calls.transparent_body(support.equation_of(function, X, X)) is None
 
 
 @each_primitive

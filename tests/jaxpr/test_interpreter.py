@@ -7,7 +7,6 @@ import re
 from flax import nnx
 import jax
 from jax import lax
-from jax.experimental import io_callback
 from jax.experimental.xla_metadata import set_xla_metadata
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +16,6 @@ import optax_lossscale as ols
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
 from tests import support
-from tests.support import assert_same_bits
 
 X = jnp.array([0.5, -1.25, 2.0])
 SQUARE = jnp.outer(X, X) + 3 * jnp.eye(3)
@@ -120,7 +118,7 @@ def test_an_evaluated_function_has_the_same_values_and_types(name):
   function = FUNCTIONS[name]
   expected = jax.jit(function)(X)
   got = jax.jit(evaluated(function))(X)
-  assert_same_bits(got, expected)
+  support.assert_same_bits(got, expected)
   shapes = jax.eval_shape(evaluated(function), X)
   expected_shapes = jax.eval_shape(function, X)
   assert support.describe(shapes) == support.describe(expected_shapes)
@@ -180,28 +178,6 @@ def test_metadata_and_precision_of_an_operation_are_kept():
   assert text.count("HIGHEST") == expected.count("HIGHEST") > 0
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
-def test_effects_happen_once_per_call_and_in_order(transform):
-  seen = []
-
-  def note(word, x):
-    seen.append((word, float(x[0])))
-    return x
-
-  def function(x):
-    call = functools.partial(io_callback, ordered=True)
-    x = call(functools.partial(note, "a"), x, x)
-    x = jax.jit(lambda x: call(functools.partial(note, "b"), x, x))(x)
-    jax.debug.callback(functools.partial(note, "c"), x, ordered=True)
-    return x
-
-  called = transform(evaluated(function))
-  for value in (1.0, 2.0):
-    called(jnp.full(2, value))
-    jax.effects_barrier()
-  assert seen == [(word, x) for x in (1.0, 2.0) for word in "abc"]
-
-
 # Recordings -------------------------------------------------------------------
 
 
@@ -235,7 +211,7 @@ def test_arguments_and_results_may_be_anything():
   want = jax.jit(functools.partial(fun, act=jnp.exp, train=True))(
     *args[:3], counts=kwargs["counts"]
   )
-  assert_same_bits(got, want)
+  support.assert_same_bits(got, want)
   assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(got))
 
 

@@ -11,12 +11,7 @@ import pytest
 from optax_lossscale._jaxpr import operation_table
 from tests import support
 from tests.jaxpr import operations
-
-
-def equation_of(function, *args):
-  """Returns the one equation that a function is recorded as."""
-  (equation,) = jax.make_jaxpr(function)(*args).eqns
-  return equation
+from tests.support import equation_of
 
 
 @pytest.mark.parametrize("name", operations.ELEMENTWISE)

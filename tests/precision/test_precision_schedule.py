@@ -16,8 +16,6 @@ import pytest
 
 import optax_lossscale as ols
 from tests import support
-from tests.support import describe
-from tests.support import same_bits
 
 NAN, INF = math.nan, math.inf
 LARGEST_INT32 = 2**31 - 1
@@ -201,7 +199,7 @@ def assert_switches(schedule, update, number, expected, **later):
   first = schedule.init()
   with jax.numpy_dtype_promotion("strict"):
     state = update(first, **{name: number})
-    assert describe(state) == describe(first)
+    assert support.describe(state) == support.describe(first)
     assert bool(state.low) == expected, number
     assert schedule.update(state, **later).low == state.low
   steps = min(int(number), LARGEST_INT32) if name == "step" else 0
@@ -423,7 +421,7 @@ def test_the_state_is_a_bool_and_an_int32_in_two_buffers():
   assert [(x.shape, x.dtype) for x in first] == [((), bool), ((), jnp.int32)]
   with jax.enable_x64(True):
     for state in (schedule.init(), schedule.update(first, step=2)):
-      assert describe(state) == describe(first)
+      assert support.describe(state) == support.describe(first)
       assert all(isinstance(x, jax.Array) for x in state)
   update = jax.jit(schedule.update, donate_argnums=0)
   assert not update(update(schedule.init(), step=1), step=9).low
@@ -453,9 +451,9 @@ def test_an_unscaled_step_is_that_of_the_optimizer_alone():
   wide_gradients = jax.tree.map(lambda x: x.astype(jnp.float32), GRADIENTS)
   expected, bare = inner.update(wide_gradients, bare, wide)
   expected["b"] = expected["b"].astype(F16)
-  assert same_bits(updates, expected)
-  assert same_bits(after.inner_state, bare)
-  assert same_bits(after.loss_scale_state, state.loss_scale_state)
+  assert support.same_bits(updates, expected)
+  assert support.same_bits(after.inner_state, bare)
+  assert support.same_bits(after.loss_scale_state, state.loss_scale_state)
   assert after.amax == 1e5
   assert not after.stalled
 
@@ -479,8 +477,8 @@ def test_the_scale_is_swapped_wherever_it_is_and_nothing_else_is():
   updates, after = update(tx, GRADIENTS, state, PARAMS, scaled=False, value=3.0)
   np.testing.assert_array_equal(updates["w"], GRADIENTS["w"])
   assert calls[-1].extra_args == {"value": 3.0}
-  assert same_bits(after[0].loss_scale_state, state[0].loss_scale_state)
-  assert not same_bits(after[1], state[1])
+  assert support.same_bits(after[0].loss_scale_state, state[0].loss_scale_state)
+  assert not support.same_bits(after[1], state[1])
 
 
 def test_other_transformations_may_change_the_structure_of_their_state():

@@ -117,6 +117,7 @@ def scales_of(rule, steps):
 
 def assert_follows(rule, make_model, overflows, amaxes):
   """Asserts that a rule moves S bit for bit like its model on every run."""
+  assert rule.init().loss_scale == make_model().scale
   scales, stalled = trajectories(rule, overflows, amaxes)
   for i in range(len(overflows)):
     model = make_model()

@@ -16,6 +16,7 @@ LogMax = ols.rules.LogMaxLossScale
 
 def assert_follows(rule, make_model, overflows, amaxes):
   """Asserts that S is always one of the values that the model allows."""
+  assert rule.init().loss_scale == make_model().scale
   scales, stalled = runs.trajectories(rule, overflows, amaxes)
   for i in range(len(overflows)):
     model = make_model()
@@ -28,7 +29,12 @@ def assert_follows(rule, make_model, overflows, amaxes):
 
 @pytest.mark.parametrize(
   "arguments",
-  [{}, {"beta1": 0.5, "beta2": 0.75, "scale_min": 0.25, "scale_max": 2.0**20}],
+  [
+    {},
+    {"beta1": 0.5, "beta2": 0.75, "scale_min": 0.25, "scale_max": 2.0**20},
+    # It starts at its ceiling, and its floor is no power of two.
+    {"scale_min": 0.3, "scale_max": 0.5},
+  ],
 )
 def test_every_short_run_gives_the_scales_of_the_model(arguments):
   assert_follows(

@@ -489,33 +489,17 @@ def test_guarantee_18_schedules_inside_count_applied_steps():
 # Skips.
 
 
-def test_guarantee_6_every_kind_of_leaf_is_kept_on_a_skip():
-  kept = {
-    "integer": jnp.array([1, 2]),
-    "flag": jnp.array(True),
-    "key": jax.random.key(0),
-    "complex": jnp.array([1.0 + 2.0j]),
-    "nothing": None,
-    "half": jnp.array([1.0], jnp.bfloat16),
-  }
+def test_guarantee_6_complex_and_narrow_leaves_are_kept_on_a_skip():
+  kept = {"complex": jnp.array([1.0 + 2.0j]), "half": jnp.ones(1, jnp.bfloat16)}
 
   def move(updates, state, params=None):
-    del params
-    moved = {
-      "integer": state["integer"] + 1,
-      "flag": ~state["flag"],
-      "key": jax.random.split(state["key"])[0],
-      "complex": state["complex"] * jnp.nan,
-      "nothing": None,
-      "half": state["half"] * 2,
-    }
-    return {**updates, "complex": jnp.array([1j])}, moved
+    return jnp.array([1j]), jax.tree.map(lambda x: x * jnp.nan, state)
 
   tx = wrapped(optax.GradientTransformation(lambda _: kept, move))
-  state = tx.init({"complex": jnp.zeros(1, jnp.complex64)})
-  scaled_grads = {"complex": jnp.array([complex(np.nan, 0.0)])}
+  scaled_grads = jnp.array([complex(np.nan, 0.0)])
+  state = tx.init(jnp.zeros(1, jnp.complex64))
   updates, after = jax.jit(tx.update)(scaled_grads, state)
-  assert np.signbit(updates["complex"].imag).all()
+  assert np.signbit(updates.imag).all()
   assert_skipped(updates)
   assert_same_bits(after.inner_state, kept)
 

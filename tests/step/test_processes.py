@@ -1,5 +1,6 @@
 """docs/cluster.py on several processes, also when some of them overflow."""
 
+import concurrent.futures
 import contextlib
 import os
 import pathlib
@@ -7,7 +8,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -41,55 +41,26 @@ def environment():
   } | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
-@contextlib.contextmanager
-def running(commands, folder):
-  """Yields running processes, and kills those that are left at its end.
-
-  The folder gets what they print.
-  """
-  processes = []
+def run(commands):
+  """Runs all commands at once, and returns what each of them printed."""
+  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+  processes = [
+    subprocess.Popen(command, env=environment(), cwd=ROOT, **pipes)
+    for command in commands
+  ]
+  # Later than a worker that hangs ends itself, since it says where it hung.
+  timeout = cluster_worker.TIMEOUT + 60
   try:
-    for i, command in enumerate(commands):
-      # Files, since a pipe that nobody empties stops who writes to it.
-      with (
-        open(folder / f"{i}.out", "w") as out,
-        open(folder / f"{i}.err", "w") as err,
-      ):
-        processes.append(
-          subprocess.Popen(
-            command, stdout=out, stderr=err, env=environment(), cwd=ROOT
-          )
-        )
-    yield processes
+    # At once, since a pipe that nobody empties stops who writes to it.
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+      printed = [*pool.map(lambda x: x.communicate(timeout=timeout), processes)]
   finally:
     for process in processes:
       process.kill()
-    for process in processes:
       process.wait()
-
-
-def wait(processes, folder, timeout):
-  """Waits until all have ended well; raises as soon as one has not."""
-  deadline = time.monotonic() + timeout
-  codes = [None]
-  while None in codes and not any(codes) and time.monotonic() < deadline:
-    time.sleep(0.05)
-    codes = [process.poll() for process in processes]
-  if codes != [0] * len(processes):
-    errors = [
-      f"--- process {i}, exit code {code} (None: still running):\n"
-      + (folder / f"{i}.err").read_text()[-4000:]
-      for i, code in enumerate(codes)
-    ]
-    raise RuntimeError("\n".join(errors))
-
-
-def run(commands, folder):
-  """Runs all commands at once, and returns what each of them printed."""
-  with running(commands, folder) as processes:
-    # Later than a worker that hangs ends itself, since it says where it hung.
-    wait(processes, folder, timeout=cluster_worker.TIMEOUT + 60)
-  return [(folder / f"{i}.out").read_text() for i in range(len(commands))]
+  for process, (_, errors) in zip(processes, printed, strict=True):
+    assert process.returncode == 0, errors[-4000:]
+  return [out for out, _ in printed]
 
 
 @pytest.mark.slow
@@ -98,8 +69,7 @@ def test_guarantee_10_processes_stay_in_step_whichever_overflows(tmp_path):
   module = (*PYTHON, "-m", "tests.cluster_worker")
   with coordinator() as address:
     run(
-      [(*module, address, "2", str(i), str(x)) for i, x in enumerate(outputs)],
-      tmp_path,
+      [(*module, address, "2", str(i), str(x)) for i, x in enumerate(outputs)]
     )
   first, second = (dict(np.load(output)) for output in outputs)
   is_bad = [bool(np.any(x != 1)) for x in cluster_worker.factors(2)]
@@ -119,12 +89,11 @@ def test_guarantee_10_processes_stay_in_step_whichever_overflows(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_script_runs_from_the_command_line(tmp_path):
+def test_the_script_runs_from_the_command_line():
   script = (*PYTHON, "docs/cluster.py", "--steps", "40", "--processes", "2")
   with coordinator() as address:
     first, second = run(
-      [(*script, "--coordinator", address, "--process", i) for i in "01"],
-      tmp_path,
+      [(*script, "--coordinator", address, "--process", i) for i in "01"]
     )
   lines = re.findall(
     r"^step (\d+): loss (\S+), S \S+, applied (\d+), skipped (\d+)$",

@@ -12,10 +12,9 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale._rules import engine
 from tests import support
-from tests.support import Stub
 
 PARAMS = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
-SGD, ADAM, RULE = optax.sgd(0.1), optax.adam(0.1), Stub(8.0)
+SGD, ADAM, RULE = optax.sgd(0.1), optax.adam(0.1), support.Stub(8.0)
 
 
 def scaling(inner=SGD, rule=RULE, **options):
@@ -67,7 +66,7 @@ def test_guarantee_16_swapped_or_wrong_arguments_are_refused(
     ols.loss_scaling(*arguments, **options)
 
 
-class Starting(Stub):
+class Starting(support.Stub):
   """A rule that starts with any state."""
 
   def __init__(self, state):
@@ -149,7 +148,7 @@ class Counting(NamedTuple):
   counts: jax.Array
 
 
-class Counter(Stub):
+class Counter(support.Stub):
   """A rule whose state has a second field, of a size that is set."""
 
   def init(self):
@@ -352,7 +351,7 @@ def test_without_a_rule_only_a_state_that_may_be_kept_must_be_the_same():
 
 
 def test_a_rule_that_changes_its_state_is_refused():
-  class Forgetful(Stub):
+  class Forgetful(support.Stub):
     def update(self, state, overflow, *, amax=None):
       return None
 
