@@ -113,7 +113,8 @@ def _convert(equation: core.JaxprEqn, inputs: _Values) -> _Values:
     # A mask follows the other inputs; positions and counts are statistics.
     is_mask = x.array.dtype == np.bool_
     kind = _Kind.GIVEN if is_mask else _Kind.STATISTIC
-    return _bind(equation, [x.array], kind)
+    (output,) = _bind(equation, [x.array], kind)
+    return [dataclasses.replace(output, is_mask=is_mask)]
   if x.written == dtype:
     return [x]
   with interpreter.context(equation):
@@ -222,6 +223,7 @@ def _run_move(equation: core.JaxprEqn, inputs: _Values) -> _Values:
     return dataclasses.replace(
       output,
       kind=kind,
+      is_mask=source.is_mask,
       number=None if name in ("abs", "neg", "sign") else source.number,
       span=source.span,
       source=(equation, source) if commutes else None,
@@ -238,7 +240,7 @@ def _commutes(equation: core.JaxprEqn, source: _value.Value) -> bool:
   are always converted first, since they have no backward pass.)
   """
   rearranges = equation.primitive.name in operation_table.REARRANGES | {
-    "reshard"
+    *("reshard", "sharding_constraint")
   }
   return len(equation.invars) == 1 and (
     source.kind is _Kind.CONSTANT or (source.kind is _Kind.GIVEN and rearranges)

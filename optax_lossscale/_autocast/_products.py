@@ -256,7 +256,7 @@ def _named(operand: Operand) -> Operand:
   """Returns an operand; one in float8 has a name for `jax.checkpoint`."""
   if operand.unscale is None:
     return operand
-  return operand._replace(array=checkpoint_name(operand.array, _NAME))
+  return Operand(*(checkpoint_name(x, _NAME) for x in operand))
 
 
 def _quotients(x: jax.Array, largest: float) -> tuple[jax.Array, jax.Array]:
@@ -303,7 +303,7 @@ def reason_against_float8(
   """Returns why a product stays in 16 bits, or an empty string."""
   if equation.primitive.name != "dot_general":
     return "not a matrix product"
-  if not any(x.kind is _value.Kind.GIVEN for x in inputs):
+  if not any(x.kind is _value.Kind.GIVEN and not x.is_mask for x in inputs):
     return "no argument"
   (contracted, _), (batch, _) = equation.params["dimension_numbers"]
   left, right = (x.array.shape for x in inputs)

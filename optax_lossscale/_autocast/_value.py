@@ -75,6 +75,7 @@ class Value:
   # converted instead. A converted input can serve several moves, and moves
   # between devices with fewer bytes.
   source: "tuple[core.JaxprEqn, Value] | None" = None
+  is_mask: bool = False  # Made from booleans, as a one-hot vector is.
   _versions: dict[np.dtype, Array] = dataclasses.field(
     default_factory=dict, init=False
   )

@@ -135,11 +135,16 @@ def autocast(
     level, dtype, overrides, operations, preferred_element_type, dot_dtype
   )
 
+  if recipe.dot_dtypes and not recipe.level.lowers_products:
+    raise ValueError(
+      "`dot_dtype` is for the products that a level lowers, got "
+      f"level={level!r}, which lowers none; the level O1 does."
+    )
   if recipe.is_idle:
-    if recipe.dot_dtypes or recipe.result_dtype:
+    if recipe.result_dtype:
       raise ValueError(
-        "`dot_dtype` and `preferred_element_type` are for products in `dtype`, "
-        f"got level={level!r}, where there are none; the level O1 has them."
+        "`preferred_element_type` is for products in `dtype`, got "
+        f"level={level!r}, where there are none; the level O1 has them."
       )
     return fun
 

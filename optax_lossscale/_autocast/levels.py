@@ -113,6 +113,12 @@ class Level(NamedTuple):
   # Patterns for scopes that stay in float32, apart from white operations.
   scopes: tuple[str, ...] = ()
 
+  @property
+  def lowers_products(self) -> bool:
+    """Whether any kind of product may be in low precision."""
+    found = {self.listed.get(x, self.rest) for x in PRODUCTS}
+    return not found <= {Treatment.WRITTEN, Treatment.BLACK}
+
 
 _WHITE = dict.fromkeys(PRODUCTS, Treatment.WHITE)
 _SPECIAL = {**_WHITE, **dict.fromkeys(SPECIAL, Treatment.BLACK)}
