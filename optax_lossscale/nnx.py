@@ -199,7 +199,7 @@ def autocast(
   level: str = "O1",
   *,
   dtype: DTypeLike = jnp.float16,
-  overrides: Mapping[str, DTypeLike] | None = None,
+  overrides: Mapping[str, DTypeLike | None] | None = None,
   operations: Mapping[str, Sequence[str]] | None = None,
   preferred_element_type: DTypeLike | None = None,
   dot_dtype: DTypeLike | tuple[DTypeLike, DTypeLike] | None = None,

@@ -30,7 +30,7 @@ def autocast(
   level: str = "O1",
   *,
   dtype: DTypeLike = jnp.float16,
-  overrides: Mapping[str, DTypeLike] | None = None,
+  overrides: Mapping[str, DTypeLike | None] | None = None,
   operations: Mapping[str, Sequence[str]] | None = None,
   preferred_element_type: DTypeLike | None = None,
   dot_dtype: DTypeLike | tuple[DTypeLike, DTypeLike] | None = None,
@@ -81,9 +81,11 @@ def autocast(
     dtype: the low precision, float16 or bfloat16.
     overrides: a dict from patterns for scopes to float16, bfloat16 or float32,
       such as `{"LeNet5/conv1": jnp.float16}`. At every level, operations in a
-      matching scope run in the pattern's dtype. Flax Linen names scopes after
-      modules; elsewhere, use `jax.named_scope`. A pattern starts at the
-      outermost scope, "*" matches anything, and the longest match wins.
+      matching scope run in the pattern's dtype. A float8 dtype is for the
+      matrix products alone, as in `dot_dtype`; None leaves a scope to the
+      level. Flax Linen names scopes after modules; elsewhere, use
+      `jax.named_scope`. A pattern starts at the outermost scope, "*" matches
+      anything, and the longest match wins.
     operations: changes to the level's lists, such as `{"black": ["tanh"],
       "gray": ["exp"]}`. Operations in "white" run in `dtype`, those in "black"
       in float32. Those in "gray" follow their inputs, and those in "promote"

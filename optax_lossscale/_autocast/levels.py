@@ -160,6 +160,22 @@ class Formats(NamedTuple):
     return Formats(dtype, dtype, self.result)
 
 
+# Pairs of a scope pattern and the dtype of all operations in that scope, or the
+# float8 of its products, or None if the level decides.
+Overrides = tuple[tuple[str, np.dtype | None], ...]
+
+
+def find_override(
+  overrides: Overrides, scope: str
+) -> tuple[str, np.dtype | None] | None:
+  """Returns the override that counts in a scope: the longest that matches.
+
+  Of two as long, "a" counts rather than "*".
+  """
+  found = [x for x in overrides if scopes.matches(scope, x[0])]
+  return max(found, key=lambda x: (len(x[0]), -x[0].count("*")), default=None)
+
+
 class Decision(NamedTuple):
   """The treatment of one operation, and the reason for it."""
 
@@ -179,8 +195,7 @@ class Recipe:
 
   level: Level  # With the caller's changes to its lists.
   dtype: np.dtype  # The low-precision dtype.
-  # Pairs of a scope pattern and the dtype of all operations in that scope.
-  overrides: tuple[tuple[str, np.dtype], ...]
+  overrides: "Overrides"
   # Of the products' operands and gradients, and of their results.
   dot_dtypes: tuple[np.dtype, np.dtype] | None = None
   result_dtype: np.dtype | None = None
@@ -195,7 +210,11 @@ class Recipe:
   def dtypes(self) -> frozenset[np.dtype]:
     """The dtypes that the recipe converts from and to."""
     return frozenset(
-      [FLOAT32, self.dtype, *(dtype for _, dtype in self.overrides)]
+      [
+        FLOAT32,
+        self.dtype,
+        *(x for _, x in self.overrides if x is not None and not is_float8(x)),
+      ]
     )
 
   @property
@@ -237,39 +256,42 @@ class Recipe:
 
   def decide(self, operation: str, scope: str) -> Decision:
     """Returns how to treat an operation, given its name and its scope."""
-    overrides = [x for x in self.overrides if scopes.matches(scope, x[0])]
-    if overrides:
-      _, dtype = max(overrides, key=lambda x: len(x[0]))
-      is_float32 = dtype == FLOAT32
-      treatment = Treatment.BLACK if is_float32 else Treatment.LOW
-      why = "overrides" if is_float32 else ""
-      formats, not_float8 = self._formats(operation, dtype, is_override=True)
-      return Decision(treatment, dtype, True, why or not_float8, formats)
+    override = find_override(self.overrides, scope)
+    dot_dtypes = self.dot_dtypes
+    if override and (dtype := override[1]) is not None:
+      if not is_float8(dtype):
+        is_float32 = dtype == FLOAT32
+        treatment = Treatment.BLACK if is_float32 else Treatment.LOW
+        why = "overrides" if is_float32 else ""
+        formats, not_float8 = self._formats(operation, dtype, None)
+        return Decision(treatment, dtype, True, why or not_float8, formats)
+      dot_dtypes = dtype, FLOAT8[dtype.name]
     treatment = self.level.listed.get(operation, self.level.rest)
+    if dot_dtypes is not self.dot_dtypes and operation in PRODUCTS:
+      treatment = Treatment.WHITE
     why = "black list" if treatment is Treatment.BLACK else ""
     if treatment is not Treatment.WHITE and any(
       scopes.ends_in(x, self.level.scopes) and x not in self.product_scopes
       for x in scopes.ancestors(scope)
     ):
       treatment, why = Treatment.BLACK, "scope of a norm or loss"
-    formats, not_float8 = self._formats(
-      operation, self.dtype, is_override=False
-    )
+    formats, not_float8 = self._formats(operation, self.dtype, dot_dtypes)
     return Decision(
       treatment, self.dtype, why=why or not_float8, formats=formats
     )
 
   def _formats(
-    self, operation: str, dtype: np.dtype, *, is_override: bool
+    self,
+    operation: str,
+    dtype: np.dtype,
+    dot_dtypes: tuple[np.dtype, np.dtype] | None,
   ) -> tuple[Formats | None, str]:
     """Returns the formats of a product, if any, and why they are not float8."""
     if operation not in PRODUCTS:
       return None, ""
     if self.in_jvp_rule:
-      return None, f"{NOT_FLOAT8}in a jvp rule" if self.dot_dtypes else ""
-    formats = Formats(dtype, dtype, self.result_dtype)
-    if self.dot_dtypes and not is_override:
-      formats = Formats(*self.dot_dtypes, self.result_dtype)
+      return None, f"{NOT_FLOAT8}in a jvp rule" if dot_dtypes else ""
+    formats = Formats(*(dot_dtypes or (dtype, dtype)), self.result_dtype)
     return (formats if formats != (dtype, dtype, None) else None), ""
 
 
@@ -291,7 +313,7 @@ def make_recipe(
     level=found._replace(listed={**found.listed, **edits}),
     dtype=_check_dtype("dtype", dtype, _LOW),
     overrides=tuple(
-      (x, _check_dtype(f"overrides[{shown(x)}]", value, _DTYPES))
+      (x, value if value is None else _check_override(x, value))
       for x, value in overrides.items()
     ),
     dot_dtypes=None if dot_dtype is None else _check_dot_dtype(dot_dtype),
@@ -334,6 +356,11 @@ def _check_dtype(name: str, dtype: object, known: Collection[str]) -> np.dtype:
       remedy += f"jnp.{found.name}"
     raise ValueError(f"`{name}` must be {rule}, got {found.name}{remedy}.")
   return found
+
+
+def _check_override(pattern: str, value: object) -> np.dtype:
+  name = f"overrides[{shown(pattern)}]"
+  return _check_dtype(name, value, (*_DTYPES, *FLOAT8))
 
 
 def _check_dot_dtype(value: object) -> tuple[np.dtype, np.dtype]:

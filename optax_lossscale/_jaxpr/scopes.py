@@ -93,8 +93,11 @@ def ancestors(scope: str) -> list[str]:
 
 
 def matches(scope: str, pattern: str) -> bool:
-  """Returns whether a pattern matches a scope or a scope around it."""
-  return any(_is_like(x, pattern) for x in ancestors(scope))
+  """Returns whether a pattern matches a scope or a scope around it.
+
+  "*" matches everything, what is in no scope too.
+  """
+  return any(_is_like(x, pattern) for x in ancestors(scope) or [""])
 
 
 def ends_in(scope: str, patterns: Iterable[str]) -> bool:
