@@ -22,6 +22,9 @@ from optax_lossscale.instruments._print import print_loss_scale
 from optax_lossscale.instruments._replay import replay
 from optax_lossscale.instruments._replay import ReplayedRun
 from optax_lossscale.instruments._shares import swallowed_share
+from optax_lossscale.instruments._tune_precision import tune_precision
+from optax_lossscale.instruments._tune_precision import TunedScope
+from optax_lossscale.instruments._tune_precision import TuningReport
 from optax_lossscale.instruments._verdicts import Law
 from optax_lossscale.instruments._verdicts import StepReport
 from optax_lossscale.instruments._where_overflow import Place
@@ -40,6 +43,8 @@ __all__ = [
   "RecordState",
   "ReplayedRun",
   "StepReport",
+  "TunedScope",
+  "TuningReport",
   "advise",
   "check_step",
   "compile_report",
@@ -52,6 +57,7 @@ __all__ = [
   "record",
   "replay",
   "swallowed_share",
+  "tune_precision",
   "where_overflow",
   "write_history",
 ]

@@ -206,11 +206,8 @@ def gradient_error(
   def gradient_error_fun(
     params: optax.Params, /, *args: object, **kwargs: object
   ) -> GradientErrorReport:
-    # Otherwise float32 products are TF32 on some GPUs, and bfloat16 on TPUs.
-    with jax.default_matmul_precision("highest"):
-      in_float32 = _Gradient(loss_fn, has_aux, (params, *args), kwargs)
-    in_float32.refuse_low(params)
-    in_low = _Gradient(low_loss_fn, has_aux, (params, *args), kwargs)
+    reference = compute_reference(loss_fn, has_aux, (params, *args), kwargs)
+    in_low = Gradient(low_loss_fn, has_aux, (params, *args), kwargs)
     precision = ", ".join(sorted({x for *_, x in in_low.low_operations()}))
     if not precision:
       raise ValueError(
@@ -218,8 +215,6 @@ def gradient_error(
         "ols.instruments.precision_report(low_loss_fn, ...). By default it is "
         "ols.autocast(loss_fn)."
       )
-    reference = in_float32.at(1.0)
-    _check_reference(reference)
     true = _sums(reference.values(), reference.values())
     found = {
       scale: _differences(in_low.at(scale), reference) for scale in scales
@@ -247,7 +242,36 @@ def gradient_error(
   return gradient_error_fun
 
 
-class _Gradient:
+def compute_reference(
+  loss_fn: Callable[..., Any],
+  has_aux: bool,
+  args: tuple[object, ...],
+  kwargs: Mapping[str, object],
+) -> dict[str, np.ndarray]:
+  """Returns the gradient in float32 of each parameter, as rows of float64."""
+  # Otherwise float32 products are TF32 on some GPUs, and bfloat16 on TPUs.
+  with jax.default_matmul_precision("highest"):
+    in_float32 = Gradient(loss_fn, has_aux, args, kwargs)
+  in_float32.refuse_low(args[0])
+  reference = in_float32.at(1.0)
+  _check_reference(reference)
+  return reference
+
+
+def total_error(
+  gradient: "Gradient",
+  reference: Mapping[str, np.ndarray],
+  loss_scales: Iterable[float],
+) -> float:
+  """Returns the error of a whole gradient, the least of those at each S."""
+  square, _ = _sums(reference.values(), reference.values()).sum(axis=0)
+  errors = (
+    _differences(gradient.at(x), reference).sum(axis=0)[0] for x in loss_scales
+  )
+  return math.sqrt(min(errors) / square)
+
+
+class Gradient:
   """The gradient of a function at its arguments, compiled once for every S."""
 
   def __init__(
@@ -275,21 +299,21 @@ class _Gradient:
         "jit, grad, vmap and scan, since it compares on the host, got traced "
         "values."
       )
-    self._recording = recording
+    self.recording = recording
     self._run = jax.jit(recording.evaluate)
 
   def at(self, loss_scale: float) -> dict[str, np.ndarray]:
     """Returns the gradient of each parameter at this S, as rows of float64."""
-    consts, inputs = self._recording.consts_and_arguments(
-      self._recording.operands
+    consts, inputs = self.recording.consts_and_arguments(
+      self.recording.operands
     )
     outputs = self._run(*consts, np.float32(loss_scale), *inputs[1:])
-    named = self._recording.result(outputs)
+    named = self.recording.result(outputs)
     return {path: _row(x) for path, x in jax.device_get(named).items()}
 
   def low_operations(self) -> Iterator[tuple[str, str, str]]:
     """Yields scope, name and dtype of each operation below float32."""
-    jaxpr = self._recording.jaxpr
+    jaxpr = self.recording.jaxpr
     for scope, _, _, name, dtype in _precision_report.computing(jaxpr):
       if operation_table.is_low(dtype):
         yield scope, name, dtype.name
