@@ -258,17 +258,12 @@ def compute_reference(
   return reference
 
 
-def total_error(
-  gradient: "Gradient",
-  reference: Mapping[str, np.ndarray],
-  loss_scales: Iterable[float],
+def distance(
+  gradient: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]
 ) -> float:
-  """Returns the error of a whole gradient, the least of those at each S."""
+  """Returns how far a gradient is from another, relative to the latter."""
   square, _ = _sums(reference.values(), reference.values()).sum(axis=0)
-  errors = (
-    _differences(gradient.at(x), reference).sum(axis=0)[0] for x in loss_scales
-  )
-  return math.sqrt(min(errors) / square)
+  return math.sqrt(_differences(gradient, reference).sum(axis=0)[0] / square)
 
 
 class Gradient:

@@ -8,7 +8,6 @@ import dataclasses
 import math
 import re
 import sys
-import textwrap
 import time
 from typing import Any
 from typing import NamedTuple
@@ -32,7 +31,7 @@ from optax_lossscale.instruments import _gradient_error
 _LOSS_SCALES = {"float16": (1.0, 2.0**10, 2.0**15)}
 
 _FLOAT32 = levels.FLOAT32
-_KNOWN = ("float16", "bfloat16", *levels.FLOAT8)
+_KNOWN = {"float16", "bfloat16", *levels.FLOAT8}
 
 # The dtype of the products in each scope.
 _Choice = Mapping[str, np.dtype]
@@ -70,6 +69,9 @@ class TuningReport:
     errors: the error of the gradient with these overrides, for each batch.
     error_of_all: the same for the first batch with every scope in the last of
       `dtypes`.
+    between_batches: how far the float32 gradients of two batches are apart, as
+      a part of the first; None for one batch. It is the noise that training
+      has anyway.
     scopes: what was found, by the pattern of each scope.
   """
 
@@ -78,6 +80,7 @@ class TuningReport:
   tolerance: float
   errors: Sequence[float]
   error_of_all: float
+  between_batches: float | None
   scopes: Mapping[str, TunedScope]
 
   @property
@@ -90,7 +93,7 @@ class TuningReport:
   def __str__(self) -> str:
     rows = [
       (
-        textwrap.shorten(pattern or "(no scope)", 40, placeholder=" ..."),
+        pattern or "(no scope)",
         f"{x.share:.1%}",
         ", ".join(f"{error:.2%}" for error in x.errors.values()),
         f"{x.dtype}, {x.why}" if x.why else x.dtype,
@@ -104,16 +107,16 @@ class TuningReport:
       cells = f"{first:{widths[0]}}  {work:>{widths[1]}}"
       lines.append(f"  {cells}  {error:>{widths[2]}}  {found}")
     found, *confirmed = (f"{x:.2%}" for x in self.errors)
-    lines.append(
-      f"All low {self.error_of_all:.2%}; as found {found}"
-      + "".join(f", with the second batch {x}" for x in confirmed)
-      + f", and {self.lowered:.1%} of the work below float32:"
-    )
+    lines.append(f"All low: {self.error_of_all:.2%}. As found: {found}")
+    if confirmed:
+      lines[-1] += f", and {confirmed[0]} with the second batch"
+      lines.append(f"The two batches differ by {self.between_batches:.2%}.")
+    lines.append(f"{self.lowered:.1%} of the work is below float32, by")
     dtypes = {x: x and f"jnp.{x.name}" for x in self.overrides.values()}
     listed = ", ".join(
       f'"{pattern}": {dtypes[x]}' for pattern, x in self.overrides.items()
     )
-    lines.append(f"dtype=jnp.{self.dtype.name}, overrides={{{listed}}}")
+    lines.append(f"  dtype=jnp.{self.dtype.name}, overrides={{{listed}}}")
     return "\n".join(lines)
 
 
@@ -134,9 +137,10 @@ def tune_precision(
   error for each floating-point operation that is in fewer bits, as many as keep
   the error of all together, which is measured as well, within the tolerance.
 
-  The error is that of `gradient_error` at one point. Near an optimum the
-  gradient is small, so that any rounding is a large part of it: tune with
-  parameters from early in the training, and again later.
+  The error is that of `gradient_error`, which an optimizer may not notice. Near
+  an optimum the gradient is small, and any rounding is a large part of it. What
+  training has anyway is the difference between the gradients of two batches:
+  the report has it too, and a tolerance need not be far below it.
 
   Each measurement compiles a gradient, and a line on stderr shows each. Layers
   whose names differ in numbers, and whose products are equal, are measured
@@ -175,27 +179,33 @@ def tune_precision(
     ...   with jax.named_scope("body"):
     ...     x = jnp.tanh(x @ params["body"])
     ...   with jax.named_scope("head"):
-    ...     # The difference of two large products loses the small one.
-    ...     return jnp.mean((x @ (params["head"] + 64) - 64 * x @ x.T) ** 2)
-    >>> params = {"body": jnp.eye(8), "head": jnp.ones((8, 8))}
-    >>> report = ols.instruments.tune_precision(loss_fn, params, jnp.eye(8))
-    >>> report.overrides
-    {'head': dtype('float32')}
+    ...     x = x @ params["head"]
+    ...   return jnp.mean((x - 99) ** 2)  # Of numbers between 99 and 105.
+    >>> head = 130 + jnp.arange(64.0).reshape(8, 8) / 8
+    >>> params = {"body": jnp.eye(8), "head": head}
+    >>> print(ols.instruments.tune_precision(loss_fn, params, jnp.eye(8)))
+    Error of the gradient, of which 1.00% may be
+      scope   work  error alone  found
+      body   50.0%        0.19%  bfloat16
+      head   50.0%        2.45%  float32, bfloat16: more than may be
+    All low: 2.46%. As found: 0.19%
+    50.0% of the work is below float32, by
+      dtype=jnp.bfloat16, overrides={"head": jnp.float32}
   """
   arguments.check_function(loss_fn, "loss_fn")
   ladder = _check_dtypes(dtypes)
   limit = arguments.check_number("tolerance", tolerance)
   if not limit > 0:
     raise ValueError(f"`tolerance` must be above 0, got {shown(tolerance)}.")
-  batches = [args] if confirm_args is None else [args, tuple(confirm_args)]
-  batches = [(params, *x) for x in batches]
-  tuning = _Tuning(loss_fn, has_aux, batches, ladder, limit)
-  groups = [y for x in tuning.alike for y in tuning.measure(_Group(x, {}))]
-  steps = tuning.order(groups)
-  count = len(steps)
-  for batch in range(len(batches)):
-    count = tuning.most_steps(groups, steps, count, batch)
-  return tuning.report(groups, steps, count)
+  batches = [(params, *args)]
+  if confirm_args is not None:
+    if not isinstance(confirm_args, (tuple, list)):
+      raise TypeError(
+        "`confirm_args` must be a tuple of the arguments after `params`, such "
+        f"as (batch,), got {arguments.kind_of(confirm_args)}."
+      )
+    batches.append((params, *confirm_args))
+  return _Tuning(loss_fn, has_aux, batches, ladder, limit).report()
 
 
 class _Group(NamedTuple):
@@ -204,15 +214,6 @@ class _Group(NamedTuple):
   scopes: Sequence[str]
   # Of the gradient with them alone in a dtype, if that saves anything.
   errors: Mapping[np.dtype, float]
-
-
-class _Step(NamedTuple):
-  """The products of a group go to a dtype."""
-
-  group: int
-  dtype: np.dtype
-  # Error for what is saved.
-  price: float
 
 
 class _Tuning:
@@ -239,7 +240,7 @@ class _Tuning:
     ]
     # By dtype and scope, the products of the loss: each as bits of its operands
     # times floating-point operations.
-    self._costs: dict[np.dtype, collections.Counter[str]] = {}
+    self._costs = dict[np.dtype, collections.Counter[str]]()
     shapes: dict[str, list[object]] = {}
     for dtype in (_FLOAT32, *ladder):
       low = self._low({"*": self._override(dtype)})
@@ -257,125 +258,109 @@ class _Tuning:
       if self._saved([scope], _FLOAT32, ladder[-1]):
         key = _without_numbers(scope), repr(of_scope)
         alike.setdefault(key, []).append(scope)
-    self.alike = list(alike.values())
-    self._scopes = [x for group in self.alike for x in group]
+    self._alike = list(alike.values())
+    self._scopes = [x for group in self._alike for x in group]
     if not self._scopes:
       raise ValueError(
         "`loss_fn` must have products that `autocast` lowers, got none; see "
         "ols.instruments.precision_report(ols.autocast(loss_fn), ...)."
       )
 
-  def measure(self, group: _Group) -> list[_Group]:
-    """Returns a group with its errors, in parts if one part is too wrong."""
-    if not group.errors:
-      group = self._measure_alone(group)
-    middle = len(group.scopes) // 2
-    wrong = [x for x, y in group.errors.items() if y > self._tolerance]
-    if not (wrong and middle):
-      return [group]
-    parts = [
-      self._measure_alone(_Group(x, {}))
-      for x in (group.scopes[:middle], group.scopes[middle:])
-    ]
-    if all(x.errors[wrong[0]] > self._tolerance for x in parts):
-      return [group]
-    return [y for x in parts for y in self.measure(x)]
-
-  def order(self, groups: Sequence[_Group]) -> list[_Step]:
-    """Returns the steps within the tolerance, those that cost least first."""
+  def report(self) -> TuningReport:
+    """Measures, chooses, and reports."""
+    groups = [y for x in self._alike for y in self._split(self._measure(x))]
+    # Each step lowers the products of a group to the next dtype.
     steps = []
-    for number, group in enumerate(groups):
+    for group in groups:
       before, price = _FLOAT32, 0.0
       for dtype, error in group.errors.items():
         if error > self._tolerance:
           break
-        # A dtype comes after those above it.
+        # A dtype comes after the wider ones.
         saved = self._saved(group.scopes, before, dtype)
         price = max(price, error / saved)
-        steps.append(_Step(number, dtype, price))
+        steps.append((price, dict.fromkeys(group.scopes, dtype)))
         before = dtype
-    return sorted(steps, key=lambda x: x.price)
-
-  def most_steps(
-    self,
-    groups: Sequence[_Group],
-    steps: Sequence[_Step],
-    most: int,
-    batch: int,
-  ) -> int:
-    """Returns how many of the first steps keep the tolerance on a batch."""
-    least, count = 0, most
-    while least < most:
-      what = f"{count} of {len(steps)} steps together"
-      error = self._error(self._choose(groups, steps[:count]), batch, what)
-      if error <= self._tolerance:
-        least = count
-      else:
-        most = count - 1
-      count = (least + most + 1) // 2
-    return least
-
-  def report(
-    self, groups: Sequence[_Group], steps: Sequence[_Step], count: int
-  ) -> TuningReport:
-    """Returns the report of a choice."""
-    choice = self._choose(groups, steps[:count])
-    whole = self._costs[_FLOAT32].total()
-    taken = {(x.group, x.dtype) for x in steps[:count]}
-    found = {}
-    for number, group in enumerate(groups):
-      dtype, why = _FLOAT32, ""
-      for lower, error in group.errors.items():
-        if (number, lower) in taken:
-          dtype = lower
-        elif not why:
-          reason = "more than may be"
-          if error <= self._tolerance:
-            reason = "too much with the others"
-          if not math.isfinite(error):
-            reason = "overflows"
-          why = f"{lower.name}: {reason}"
-      found[", ".join(self._patterns(group.scopes))] = TunedScope(
-        group.scopes,
-        sum(self._costs[_FLOAT32][x] for x in group.scopes) / whole,
-        {x.name: error for x, error in group.errors.items()},
-        dtype.name,
-        why,
-      )
+    steps.sort(key=lambda x: x[0])
+    choices: list[_Choice] = [{}]
+    for _, step in steps:
+      choices.append({**choices[-1], **step})
+    for batch in range(len(self._batches)):
+      del choices[1 + self._most(choices, batch) :]
+    choice = choices[-1]
     everything = dict.fromkeys(self._scopes, self._ladder[-1])
+    of_batches = self._references[::-1]
     return TuningReport(
       self._level_dtype,
       self._overrides(choice),
       self._tolerance,
       [self._error(choice, x, "as found") for x in range(len(self._batches))],
       self._error(everything, 0, "all low"),
-      found,
+      _gradient_error.distance(*of_batches) if len(of_batches) > 1 else None,
+      {
+        ", ".join(self._patterns(x.scopes)): self._explain(x, choice)
+        for x in groups
+      },
     )
 
-  def _measure_alone(self, group: _Group) -> _Group:
-    """Returns a group with the error of each dtype that saves something."""
+  def _most(self, choices: Sequence[_Choice], batch: int) -> int:
+    """Returns the last of the choices that keep the tolerance on a batch."""
+    least, most = 0, len(choices) - 1
+    place = most
+    while least < most:
+      what = f"{place} of {len(choices) - 1} steps together"
+      if self._error(choices[place], batch, what) <= self._tolerance:
+        least = place
+      else:
+        most = place - 1
+      place = (least + most + 1) // 2
+    return least
+
+  def _explain(self, group: _Group, choice: _Choice) -> TunedScope:
+    """Returns what was found for a group."""
+    found, why = choice.get(group.scopes[0], _FLOAT32), ""
+    costs = self._costs[_FLOAT32]
+    for dtype, error in reversed(group.errors.items()):
+      if dtype == found:
+        break
+      why = f"{dtype.name}: too much with the others"
+      if error > self._tolerance:
+        why = f"{dtype.name}: more than may be"
+    return TunedScope(
+      group.scopes,
+      sum(costs[x] for x in group.scopes) / costs.total(),
+      {x.name: error for x, error in group.errors.items()},
+      found.name,
+      why,
+    )
+
+  def _split(self, group: _Group) -> list[_Group]:
+    """Returns a group, or parts of it if one part alone is too wrong."""
+    middle = len(group.scopes) // 2
+    wrong = [x for x, y in group.errors.items() if y > self._tolerance]
+    if not (wrong and middle):
+      return [group]
+    halves = group.scopes[:middle], group.scopes[middle:]
+    parts = list(map(self._measure, halves))
+    if all(x.errors[wrong[0]] > self._tolerance for x in parts):
+      return [group]
+    return [y for x in parts for y in self._split(x)]
+
+  def _measure(self, names: Sequence[str]) -> _Group:
+    """Returns scopes with the error of each dtype that saves something."""
     errors, before = {}, _FLOAT32
     for dtype in self._ladder:
-      if self._saved(group.scopes, before, dtype):
-        what = f"{', '.join(self._patterns(group.scopes))} in {dtype.name}"
-        choice = dict.fromkeys(group.scopes, dtype)
-        errors[dtype] = self._error(choice, 0, what)
+      if self._saved(names, before, dtype):
+        what = f"{', '.join(self._patterns(names))} in {dtype.name}"
+        errors[dtype] = self._error(dict.fromkeys(names, dtype), 0, what)
         before = dtype
-    return group._replace(errors=errors)
+    return _Group(names, errors)
 
   def _saved(
     self, names: Sequence[str], before: np.dtype, after: np.dtype
   ) -> int:
     """Returns how much less the products in some scopes cost."""
     return sum(self._costs[before][x] - self._costs[after][x] for x in names)
-
-  def _choose(
-    self, groups: Sequence[_Group], steps: Sequence[_Step]
-  ) -> dict[str, np.dtype]:
-    """Returns the dtypes of the scopes that some steps lower."""
-    return {
-      scope: step.dtype for step in steps for scope in groups[step.group].scopes
-    }
 
   def _error(self, choice: _Choice, batch: int, what: str) -> float:
     """Returns the error of the gradient with some scopes lowered."""
@@ -388,10 +373,9 @@ class _Tuning:
       gradient = _gradient_error.Gradient(
         self._low(overrides), self._has_aux, self._batches[batch], {}
       )
-      error = _gradient_error.total_error(
-        gradient,
-        self._references[batch],
-        _LOSS_SCALES.get(self._level_dtype.name, (1.0,)),
+      error = min(
+        _gradient_error.distance(gradient.at(x), self._references[batch])
+        for x in _LOSS_SCALES.get(self._level_dtype.name, (1.0,))
       )
       sys.stderr.write(f" {error:.2%} ({time.monotonic() - start:.0f} s)\n")
       self._errors[key] = error
@@ -407,7 +391,7 @@ class _Tuning:
     wanted = {x: self._override(choice.get(x, _FLOAT32)) for x in self._scopes}
     each = {x: [x] for x in wanted}
     together = {}
-    for group in self.alike:
+    for group in self._alike:
       is_one = len({wanted[x] for x in group}) == 1
       together |= self._patterns(group) if is_one else {x: [x] for x in group}
     overrides: dict[str, np.dtype | None] = {}
@@ -448,45 +432,34 @@ def _without_numbers(scope: str) -> str:
 def _cost(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn]) -> int:
   """Returns the operations of a product times the bits of its operands."""
   left, right = (x.aval for x in equation.invars[:2])
-  (result,) = (x.aval for x in equation.outvars)
   parameters = equation.params
   if equation.primitive.name == "conv_general_dilated":
     features = right.shape[parameters["dimension_numbers"].rhs_spec[0]]
-    operations = result.size * right.size // max(features, 1)
+    terms = right.size // max(features, 1)
   else:
     ragged = parameters.get("ragged_dot_dimension_numbers")
-    numbers = parameters.get("dimension_numbers")
-    shared = list(ragged.rhs_group_dimensions) if ragged else []
-    (_, contracted), (_, batch) = (
-      ragged.dot_dimension_numbers if ragged else numbers
-    )
-    shared += [*contracted, *batch]
-    free = [n for i, n in enumerate(right.shape) if i not in shared]
-    operations = left.size * math.prod(free)
+    numbers = ragged and ragged.dot_dimension_numbers
+    (contracted, _), _ = numbers or parameters["dimension_numbers"]
+    terms = math.prod(left.shape[x] for x in contracted)
   loops = (x.params.get("length", 1) for x in around if calls.is_loop(x))
-  return operations * math.prod(loops) * left.dtype.itemsize
+  operations = equation.outvars[0].aval.size * terms * math.prod(loops)
+  return int(operations * left.dtype.itemsize)
 
 
 def _check_dtypes(dtypes: Sequence[DTypeLike]) -> list[np.dtype]:
   """Returns the dtypes, those with most bits first."""
-  example = "(jnp.bfloat16, jnp.float8_e4m3fn)"
+  rule = (
+    "`dtypes` must be a sequence of float16 or bfloat16, of one of "
+    f"{', '.join(levels.FLOAT8)}, or of both kinds"
+  )
   if isinstance(dtypes, str) or not isinstance(dtypes, Sequence):
-    raise TypeError(
-      f"`dtypes` must be a sequence such as {example}, got {shown(dtypes)}."
-    )
+    raise TypeError(f"{rule}, got {shown(dtypes)}; one dtype is [dtype].")
   found = [
     arguments.check_dtype(f"dtypes[{i}]", x, example="bfloat16")
     for i, x in enumerate(dtypes)
   ]
-  found.sort(key=lambda x: -x.itemsize)
-  names = [x.name for x in found]
-  if (
-    not found
-    or not set(names) <= {*_KNOWN}
-    or len({x.itemsize for x in found}) < len(found)
-  ):
-    raise ValueError(
-      f"`dtypes` must have at most one of float16 and bfloat16 and one of "
-      f"{', '.join(levels.FLOAT8)}, and at least one of them, got {names}."
-    )
-  return found
+  names = ", ".join(x.name for x in found)
+  one_of_a_kind = len({x.itemsize for x in found}) == len(found) > 0
+  if not (one_of_a_kind and {x.name for x in found} <= _KNOWN):
+    raise ValueError(f"{rule}, got {names or 'none'}.")
+  return sorted(found, key=lambda x: -x.itemsize)

@@ -1,0 +1,264 @@
+"""tune_precision, beside casts written by hand and what XLA counts."""
+
+import re
+
+import equinox
+from flax import nnx
+import flax.linen as nn
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale._jaxpr import scopes
+from optax_lossscale.instruments import _tune_precision
+
+BF16, F32, E4M3 = jnp.bfloat16, np.dtype(np.float32), jnp.float8_e4m3fn
+WIDTH, LAYERS = 32, 6
+
+
+def normal(seed, *shape):
+  return jax.random.normal(jax.random.key(seed), shape) / shape[0] ** 0.5
+
+
+X = normal(0, 64, WIDTH) * 8
+PARAMS = {
+  **{f"layer{i}": normal(i + 1, WIDTH, WIDTH) for i in range(LAYERS)},
+  "head": normal(9, WIDTH, WIDTH),
+}
+
+
+def make_loss_fn(bad="", cast=lambda name, x: x):
+  """Returns a loss; the results of a bad layer are far from 0.
+
+  Args:
+    bad: the name of a layer, which bfloat16 rounds too much.
+    cast: of what each layer multiplies.
+  """
+
+  def loss_fn(params, x, steep=1.0):
+    for name, w in params.items():
+      with jax.named_scope(name):
+        far = 1000.0 if name == bad else 0.0
+        w = jnp.concatenate([w, jnp.full((16, WIDTH), far / 16)])
+        y = jnp.pad(x, ((0, 0), (0, 16)), constant_values=1.0)
+        y = cast(name, y) @ cast(name, w)
+        x = x + jnp.tanh(steep * (y.astype(jnp.float32) - far))
+    return jnp.mean(x**2)
+
+  return loss_fn
+
+
+def tune(loss_fn, *args, **options):
+  return ols.instruments.tune_precision(loss_fn, *args, **options)
+
+
+def test_a_bad_layer_stays_in_float32_and_the_others_do_not(capsys):
+  report = tune(make_loss_fn("head"), PARAMS, X)
+  assert report.overrides == {"head": F32}
+  assert report.scopes["layer*"].dtype == "bfloat16"
+  assert report.scopes["head"].why == "bfloat16: more than may be"
+  assert report.lowered == pytest.approx(LAYERS / (LAYERS + 1))
+
+  def by_hand(name, x):
+    return x if name == "head" else x.astype(BF16)
+
+  low = make_loss_fn("head", cast=by_hand)
+  error = ols.instruments.gradient_error(
+    make_loss_fn("head"), low, loss_scales=1
+  )(PARAMS, X)
+  # autocast rounds what tanh sees, too.
+  assert report.errors == [pytest.approx(error.rounding, rel=0.3)]
+  # Equal layers are measured once, and what is known is not measured again.
+  said = capsys.readouterr().err.splitlines()
+  assert [re.search(", (.*) [.]{3} ", x)[1] for x in said] == [
+    *("head in bfloat16", "layer* in bfloat16", "all low")
+  ]
+
+
+def test_one_bad_layer_among_equal_ones_is_told_apart():
+  report = tune(make_loss_fn("layer4"), PARAMS, X)
+  assert report.overrides == {"layer4": F32}
+  (found,) = (x for x in report.scopes.values() if x.dtype == "float32")
+  assert found.scopes == ["layer4"]
+
+
+def test_what_is_found_keeps_the_tolerance_of_both_batches():
+  loss_fn, steep = make_loss_fn(), (X, jnp.float32(9.0))
+  flat = (X, jnp.float32(0.1))
+  alone = tune(loss_fn, PARAMS, *flat)
+  assert alone.overrides == {} and alone.between_batches is None
+  both = tune(loss_fn, PARAMS, *flat, confirm_args=steep)
+  assert both.overrides
+  assert max(both.errors) <= both.tolerance
+  grads = [jax.grad(loss_fn)(PARAMS, *x) for x in (flat, steep)]
+  first, second = (
+    np.concatenate([np.ravel(x) for x in jax.tree.leaves(g)]) for g in grads
+  )
+  noise = np.linalg.norm(second - first) / np.linalg.norm(first)
+  assert both.between_batches == pytest.approx(noise, rel=1e-2)
+
+
+def test_float8_is_for_what_bears_it():
+  options = {"dtypes": (E4M3, BF16), "tolerance": 0.2}
+  report = tune(make_loss_fn("head"), PARAMS, X, **options)
+  assert report.dtype == BF16
+  assert {x: y.dtype for x, y in report.scopes.items()} == {
+    "layer*": "float8_e4m3fn",
+    "head": "float32",
+  }
+  assert list(report.scopes["layer*"].errors) == ["bfloat16", "float8_e4m3fn"]
+  low = ols.autocast(
+    make_loss_fn("head"), dtype=report.dtype, overrides=report.overrides
+  )
+  found = ols.instruments.precision_report(low, PARAMS, X).products
+  assert found == {"float8_e4m3fn": LAYERS, "float32": 1}
+
+
+def test_float16_is_measured_without_its_underflow():
+  def loss_fn(params, x):
+    return make_loss_fn()(params, x) * 1e-6
+
+  report = tune(loss_fn, PARAMS, X, dtypes=[jnp.float16])
+  assert report.overrides == {}
+
+
+def test_products_without_a_scope_are_found_as_well():
+  def loss_fn(w, x):
+    with jax.named_scope("body"):
+      x = jnp.tanh(x @ w)
+    return jnp.mean((x @ (w + 1000) - jnp.sum(x, 1, keepdims=True) * 1000) ** 2)
+
+  report = tune(loss_fn, PARAMS["head"], X)
+  assert report.overrides == {"*": F32, "body": None}
+  assert "(no scope)" in str(report)
+
+
+class Block(nn.Module):
+  """A layer whose products are in two scopes, one inside the other."""
+
+  @nn.compact
+  def __call__(self, x, _):
+    return x + nn.tanh(nn.Dense(WIDTH)(nn.Dense(WIDTH, name="up")(x))), None
+
+
+class Stack(nn.Module):
+  """Layers in a scan, and one that is not."""
+
+  @nn.compact
+  def __call__(self, x):
+    scanned = nn.scan(
+      Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+    )
+    x, _ = scanned(name="body")(x, None)
+    return nn.Dense(WIDTH, name="head")(x)
+
+
+def of_linen():
+  params = Stack().init(jax.random.key(0), X)
+  return lambda params, x: jnp.mean(Stack().apply(params, x) ** 2), params
+
+
+def of_nnx():
+  graph, params = nnx.split(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)))
+
+  @jax.named_scope("head")
+  def loss_fn(params, x):
+    return jnp.mean(nnx.merge(graph, params)(x) ** 2)
+
+  return loss_fn, params
+
+
+def of_equinox():
+  model = equinox.nn.Linear(WIDTH, WIDTH, key=jax.random.key(0))
+  params, static = equinox.partition(model, equinox.is_array)
+
+  @jax.named_scope("head")
+  def loss_fn(params, x):
+    return jnp.mean(jax.vmap(equinox.combine(params, static))(x) ** 2)
+
+  return loss_fn, params
+
+
+@pytest.mark.parametrize(
+  ("make", "expected"),
+  [
+    (of_linen, {"Stack/body/up": 3, "Stack/body/Dense_0": 3, "Stack/head": 1}),
+    (of_nnx, {"head": 1}),
+    (of_equinox, {"head": 1}),
+  ],
+)
+def test_a_model_of_a_framework_has_its_scopes(make, expected):
+  report = tune(*make(), X)
+  total = sum(expected.values())
+  # Equinox adds a scope for each of its layers.
+  shares = {
+    x.removesuffix("/eqx.nn.Linear"): y.share * total
+    for x, y in report.scopes.items()
+  }
+  assert shares == pytest.approx(expected)
+
+
+def convolution(x, w):
+  return lax.conv_general_dilated(
+    x.reshape(4, 16, WIDTH),
+    w[None],
+    (1,),
+    "VALID",
+    (1,),
+    (1,),
+    ("NWC", "WIO", "NWC"),
+  )
+
+
+@pytest.mark.parametrize(
+  ("function", "loops"),
+  [
+    (lambda x, w: x @ w, 1),
+    (
+      lambda x, w: jnp.einsum(
+        "bij,bjk->bik", x.reshape(4, 16, WIDTH), jnp.stack([w] * 4)
+      ),
+      1,
+    ),
+    (lambda x, w: lax.scan(lambda y, _: (y @ w, None), x, length=3)[0], 3),
+    (convolution, 1),
+  ],
+)
+def test_work_is_what_xla_counts(function, loops):
+  w = PARAMS["head"]
+  (cost,) = (
+    _tune_precision._cost(equation, around)
+    for _, equation, around in scopes.operations(jax.make_jaxpr(function)(X, w))
+    if equation.primitive.name in ("dot_general", "conv_general_dilated")
+  )
+  counted = jax.jit(function).lower(X, w).compile().cost_analysis()["flops"]
+  # A multiplication and an addition of four bytes; XLA counts a loop once.
+  assert cost / 4 * 2 == pytest.approx(loops * counted, rel=0.01)
+
+
+@pytest.mark.parametrize(
+  ("options", "error", "message"),
+  [
+    ({"dtypes": BF16}, TypeError, "`dtypes` must be a sequence"),
+    ({"dtypes": []}, ValueError, "or of both kinds, got none"),
+    (
+      {"dtypes": [BF16, jnp.float16]},
+      ValueError,
+      "both kinds, got bfloat16, float16",
+    ),
+    ({"dtypes": [F32]}, ValueError, "got float32."),
+    ({"tolerance": 0}, ValueError, "`tolerance` must be above 0, got 0"),
+    ({"confirm_args": X}, TypeError, "`confirm_args` must be a tuple"),
+  ],
+)
+def test_a_wrong_argument_is_an_error(options, error, message):
+  with pytest.raises(error, match=re.escape(message)):
+    tune(make_loss_fn(), PARAMS, X, **options)
+
+
+def test_a_loss_without_products_is_an_error():
+  with pytest.raises(ValueError, match="products that `autocast` lowers"):
+    tune(lambda w: jnp.sum(w**2), PARAMS["head"])
