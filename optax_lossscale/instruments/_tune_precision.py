@@ -245,18 +245,18 @@ class _Tuning:
     for dtype in (_FLOAT32, *ladder):
       low = self._low({"*": self._override(dtype)})
       jaxpr = interpreter.record(low, batches[0], {}).jaxpr
-      self._costs[dtype] = costs = collections.Counter()
+      costs = self._costs[dtype] = collections.Counter[str]()
       for scope, equation, around in scopes.operations(jaxpr):
         if equation.primitive.name in levels.PRODUCTS:
           costs[scope] += _cost(equation, around)
           if dtype == _FLOAT32:
-            found = [x.aval.shape for x in equation.invars]
+            found = [str(x.aval) for x in equation.invars]
             shapes.setdefault(scope, []).append(found)
     # The scopes with something to save, those of equal layers together.
     alike: dict[object, list[str]] = {}
     for scope, of_scope in shapes.items():
       if self._saved([scope], _FLOAT32, ladder[-1]):
-        key = _without_numbers(scope), repr(of_scope)
+        key = _without_numbers(scope), str(of_scope)
         alike.setdefault(key, []).append(scope)
     self._alike = list(alike.values())
     self._scopes = [x for group in self._alike for x in group]
@@ -320,7 +320,7 @@ class _Tuning:
     """Returns what was found for a group."""
     found, why = choice.get(group.scopes[0], _FLOAT32), ""
     costs = self._costs[_FLOAT32]
-    for dtype, error in reversed(group.errors.items()):
+    for dtype, error in reversed([*group.errors.items()]):
       if dtype == found:
         break
       why = f"{dtype.name}: too much with the others"
@@ -390,7 +390,7 @@ class _Tuning:
     """Returns the fewest overrides that make a choice."""
     wanted = {x: self._override(choice.get(x, _FLOAT32)) for x in self._scopes}
     each = {x: [x] for x in wanted}
-    together = {}
+    together: dict[str, Sequence[str]] = {}
     for group in self._alike:
       is_one = len({wanted[x] for x in group}) == 1
       together |= self._patterns(group) if is_one else {x: [x] for x in group}
@@ -431,7 +431,8 @@ def _without_numbers(scope: str) -> str:
 
 def _cost(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn]) -> int:
   """Returns the operations of a product times the bits of its operands."""
-  left, right = (x.aval for x in equation.invars[:2])
+  avals: list[Any] = [x.aval for x in (*equation.invars, *equation.outvars)]
+  (left, right), result = avals[:2], avals[-1]
   parameters = equation.params
   if equation.primitive.name == "conv_general_dilated":
     features = right.shape[parameters["dimension_numbers"].rhs_spec[0]]
@@ -442,7 +443,7 @@ def _cost(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn]) -> int:
     (contracted, _), _ = numbers or parameters["dimension_numbers"]
     terms = math.prod(left.shape[x] for x in contracted)
   loops = (x.params.get("length", 1) for x in around if calls.is_loop(x))
-  operations = equation.outvars[0].aval.size * terms * math.prod(loops)
+  operations = result.size * terms * math.prod(loops)
   return int(operations * left.dtype.itemsize)
 
 
