@@ -40,8 +40,11 @@ LINES = {
 # Triples of a package, how many lines more it has, and what they are for.
 GROWN: list[tuple[str, int, str]] = [
   ("instruments", 1474, "`compile_report`, and what reads compiled programs"),
+  ("instruments", 491, "`tune_precision`"),
   ("_precision", 788, "remainders, stochastic rounding, bfloat16 moments"),
   ("_autocast", 495, "formats of products: float8, float32 results"),
+  ("_autocast", 29, "overrides that leave a scope to the level, or to float8"),
+  ("_jaxpr", 3, "a pattern for everything"),
   ("_jaxpr", 9, "a choice by platform counts once"),
   ("nnx", 10, "the arguments of `autocast` for them"),
   ("_step", 53, "`loss_scaling` around them sees the parameters' own dtypes"),
@@ -52,7 +55,7 @@ GROWN: list[tuple[str, int, str]] = [
 SLACK = 10
 
 # The most lines and functions of all tests, and lines of a function.
-MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 30_768, 1_093, 60
+MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 31_040, 1_103, 60
 
 
 def layers():

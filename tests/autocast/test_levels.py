@@ -450,6 +450,7 @@ OVERRIDES = {
   "an asterisk inside": ("O1", {"LeNet5/c*v*": F32}, {"fc1", "fc2"}),
   "the longest wins": ("O3", {CONV1: F16, "LeNet5": F32}, {"conv1"}),
   "in any order": ("O3", {"LeNet5": F32, CONV1: F16}, {"conv1"}),
+  "left to the level": ("O1", {"*": F32, CONV1: None}, {"conv1"}),
   "another low precision": ("O2", {CONV1: "bfloat16"}, LAYERS - {"conv1"}),
 }
 

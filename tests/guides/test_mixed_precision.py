@@ -51,16 +51,21 @@ def test_what_is_mixed_has_its_products_in_float16(monkeypatch):
     inputs = jnp.ones((4, 5))
     assert page["mixed_head"](inputs).dtype == jnp.float32
 
+    variables = jax.jit(MLP().init)(jax.random.key(0), inputs)
+
+    def loss_of_mlp(variables, x):
+      return jnp.mean(MLP().apply(variables, x) ** 2)
+
+    of_mlp = {"params": variables, "batch": inputs}
+    page.run("Which layers can be bfloat16?", loss_fn=loss_of_mlp, **of_mlp)
+
     for count, dtype in ((1, "float16"), (None, "bfloat16")):
-      page.run("Policies", count)
+      page.run("Policies", count, loss_fn=loss_fn, params=params, batch=batch)
       found = dtypes_of("dot_general", page["mixed_loss_fn"], params, batch)
       assert set(found) == {dtype}
 
-    params = jax.jit(MLP().init)(jax.random.key(0), inputs)
-    mixed_loss_fn = ols.autocast(
-      lambda params, batch: jnp.mean(MLP().apply(params, batch) ** 2), "O1"
-    )
-    page.run(mixed_loss_fn=mixed_loss_fn, params=params, batch=inputs)
+    mixed_loss_fn = ols.autocast(loss_of_mlp, "O1")
+    page.run(mixed_loss_fn=mixed_loss_fn, **of_mlp)
 
 
 @pytest.mark.parametrize("name", ["float32", None])
