@@ -245,7 +245,7 @@ def gradient_error(
 def compute_reference(
   loss_fn: Callable[..., Any],
   has_aux: bool,
-  args: tuple[object, ...],
+  args: tuple[Any, ...],
   kwargs: Mapping[str, object],
 ) -> dict[str, np.ndarray]:
   """Returns the gradient in float32 of each parameter, as rows of float64."""

@@ -31,28 +31,30 @@ PARAMS = {
 
 
 def make_loss_fn(bad="", cast=lambda name, x: x):
-  """Returns a loss; the results of a bad layer are far from 0.
+  """Returns a loss; bfloat16 loses the weights of a bad layer.
 
   Args:
-    bad: the name of a layer, which bfloat16 rounds too much.
+    bad: the name of a layer, whose weights have a large number in common.
     cast: of what each layer multiplies.
   """
 
   def loss_fn(params, x, steep=1.0):
     for name, w in params.items():
       with jax.named_scope(name):
-        far = 1000.0 if name == bad else 0.0
-        w = jnp.concatenate([w, jnp.full((16, WIDTH), far / 16)])
-        y = jnp.pad(x, ((0, 0), (0, 16)), constant_values=1.0)
-        y = cast(name, y) @ cast(name, w)
-        x = x + jnp.tanh(steep * (y.astype(jnp.float32) - far))
+        far = 64.0 if name == bad else 0.0
+        w = w + far if far else w
+        y = (cast(name, x) @ cast(name, w)).astype(jnp.float32)
+        y -= far * jnp.sum(x, axis=1, keepdims=True)
+        x = x + jnp.tanh(steep * y)
     return jnp.mean(x**2)
 
   return loss_fn
 
 
-def tune(loss_fn, *args, **options):
-  return ols.instruments.tune_precision(loss_fn, *args, **options)
+def tune(loss_fn, *args, tolerance=0.03, **options):
+  return ols.instruments.tune_precision(
+    loss_fn, *args, tolerance=tolerance, **options
+  )
 
 
 def test_a_bad_layer_stays_in_float32_and_the_others_do_not(capsys):
@@ -70,7 +72,7 @@ def test_a_bad_layer_stays_in_float32_and_the_others_do_not(capsys):
     make_loss_fn("head"), low, loss_scales=1
   )(PARAMS, X)
   # autocast rounds what tanh sees, too.
-  assert report.errors == [pytest.approx(error.rounding, rel=0.3)]
+  assert report.errors == [pytest.approx(error.rounding, rel=0.5)]
   # Equal layers are measured once, and what is known is not measured again.
   said = capsys.readouterr().err.splitlines()
   assert [re.search(", (.*) [.]{3} ", x)[1] for x in said] == [
@@ -102,7 +104,7 @@ def test_what_is_found_keeps_the_tolerance_of_both_batches():
 
 
 def test_float8_is_for_what_bears_it():
-  options = {"dtypes": (E4M3, BF16), "tolerance": 0.2}
+  options = {"dtypes": (E4M3, BF16), "tolerance": 0.4}
   report = tune(make_loss_fn("head"), PARAMS, X, **options)
   assert report.dtype == BF16
   assert {x: y.dtype for x, y in report.scopes.items()} == {
