@@ -183,14 +183,9 @@ def tune_precision(
     ...   return jnp.mean((x - 99) ** 2)  # Of numbers between 99 and 105.
     >>> head = 130 + jnp.arange(64.0).reshape(8, 8) / 8
     >>> params = {"body": jnp.eye(8), "head": head}
-    >>> print(ols.instruments.tune_precision(loss_fn, params, jnp.eye(8)))
-    Error of the gradient, of which 1.00% may be
-      scope   work  error alone  found
-      body   50.0%        0.19%  bfloat16
-      head   50.0%        2.45%  float32, bfloat16: more than may be
-    All low: 2.46%. As found: 0.19%
-    50.0% of the work is below float32, by
-      dtype=jnp.bfloat16, overrides={"head": jnp.float32}
+    >>> report = ols.instruments.tune_precision(loss_fn, params, jnp.eye(8))
+    >>> report.overrides
+    {'head': dtype('float32')}
   """
   arguments.check_function(loss_fn, "loss_fn")
   ladder = _check_dtypes(dtypes)
