@@ -195,7 +195,7 @@ class Recipe:
 
   level: Level  # With the caller's changes to its lists.
   dtype: np.dtype  # The low-precision dtype.
-  overrides: "Overrides"
+  overrides: Overrides
   # Of the products' operands and gradients, and of their results.
   dot_dtypes: tuple[np.dtype, np.dtype] | None = None
   result_dtype: np.dtype | None = None

@@ -294,21 +294,21 @@ class Gradient:
         "jit, grad, vmap and scan, since it compares on the host, got traced "
         "values."
       )
-    self.recording = recording
+    self._recording = recording
     self._run = jax.jit(recording.evaluate)
 
   def at(self, loss_scale: float) -> dict[str, np.ndarray]:
     """Returns the gradient of each parameter at this S, as rows of float64."""
-    consts, inputs = self.recording.consts_and_arguments(
-      self.recording.operands
+    consts, inputs = self._recording.consts_and_arguments(
+      self._recording.operands
     )
     outputs = self._run(*consts, np.float32(loss_scale), *inputs[1:])
-    named = self.recording.result(outputs)
+    named = self._recording.result(outputs)
     return {path: _row(x) for path, x in jax.device_get(named).items()}
 
   def low_operations(self) -> Iterator[tuple[str, str, str]]:
     """Yields scope, name and dtype of each operation below float32."""
-    jaxpr = self.recording.jaxpr
+    jaxpr = self._recording.jaxpr
     for scope, _, _, name, dtype in _precision_report.computing(jaxpr):
       if operation_table.is_low(dtype):
         yield scope, name, dtype.name

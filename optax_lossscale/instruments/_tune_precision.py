@@ -44,7 +44,7 @@ class TunedScope(NamedTuple):
   Attributes:
     scopes: their names; "" for products in no scope.
     share: of the work, which is the floating-point operations of all products
-      of the gradient.
+      of the loss.
     errors: by dtype, the error of the whole gradient with these products alone
       in it.
     dtype: the dtype found, float32 included.
@@ -144,8 +144,8 @@ def tune_precision(
 
   Each measurement compiles a gradient, and a line on stderr shows each. Layers
   whose names differ in numbers, and whose products are equal, are measured
-  together, and are told apart only if they are too much together. One scanned
-  body is one scope.
+  together. If that is too much, halves of them are. One scanned body is one
+  scope.
 
   Args:
     loss_fn: a function of parameters and anything else that computes a scalar
@@ -233,8 +233,8 @@ class _Tuning:
       _gradient_error.compute_reference(loss_fn, has_aux, args, {})
       for args in batches
     ]
-    # By dtype and scope, the products of the loss: each as bits of its operands
-    # times floating-point operations.
+    # By dtype and scope: of the products of the loss, the floating-point
+    # operations times the bytes of a number.
     self._costs = dict[np.dtype, collections.Counter[str]]()
     shapes: dict[str, list[object]] = {}
     for dtype in (_FLOAT32, *ladder):
@@ -280,9 +280,7 @@ class _Tuning:
     choices: list[_Choice] = [{}]
     for _, step in steps:
       choices.append({**choices[-1], **step})
-    for batch in range(len(self._batches)):
-      del choices[1 + self._most(choices, batch) :]
-    choice = choices[-1]
+    choice = choices[self._most(choices)]
     everything = dict.fromkeys(self._scopes, self._ladder[-1])
     of_batches = self._references[::-1]
     return TuningReport(
@@ -298,13 +296,16 @@ class _Tuning:
       },
     )
 
-  def _most(self, choices: Sequence[_Choice], batch: int) -> int:
-    """Returns the last of the choices that keep the tolerance on a batch."""
+  def _most(self, choices: Sequence[_Choice]) -> int:
+    """Returns the last of the choices that keep the tolerance."""
     least, most = 0, len(choices) - 1
     place = most
     while least < most:
       what = f"{place} of {len(choices) - 1} steps together"
-      if self._error(choices[place], batch, what) <= self._tolerance:
+      if all(
+        self._error(choices[place], batch, what) <= self._tolerance
+        for batch in range(len(self._batches))
+      ):
         least = place
       else:
         most = place - 1
@@ -425,7 +426,7 @@ def _without_numbers(scope: str) -> str:
 
 
 def _cost(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn]) -> int:
-  """Returns the operations of a product times the bits of its operands."""
+  """Returns the operations of a product times the bytes of a number."""
   avals: list[Any] = [x.aval for x in (*equation.invars, *equation.outvars)]
   (left, right), result = avals[:2], avals[-1]
   parameters = equation.params

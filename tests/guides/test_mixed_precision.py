@@ -57,9 +57,10 @@ def test_what_is_mixed_has_its_products_in_float16(monkeypatch):
       return jnp.mean(MLP().apply(variables, x) ** 2)
 
     of_mlp = {"params": variables, "batch": inputs}
-    # Its errors are those of the newest JAX.
+    # Older ones, without XLA's optimizations, have other errors.
+    is_new = jax.__version_info__ >= (0, 12)
     title = "Which layers can be bfloat16?"
-    page.run(title, compare=False, loss_fn=loss_of_mlp, **of_mlp)
+    page.run(title, compare=is_new, loss_fn=loss_of_mlp, **of_mlp)
     assert page["report"].overrides == {}
 
     for count, dtype in ((1, "float16"), (None, "bfloat16")):
