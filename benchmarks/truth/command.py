@@ -89,6 +89,8 @@ def _train(
     "seconds": f"{time.monotonic() - started:.0f}",
     "parameters": trained.digest,
   }
+  if trained.found is not None:
+    about |= results.describe(trained.found)
   if setting == settings.REFERENCE:
     screened, counted = _screen(workload, trained)
     results.write(

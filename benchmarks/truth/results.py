@@ -10,6 +10,7 @@ from typing import NamedTuple
 from benchmarks import report
 from benchmarks.truth import settings
 from benchmarks.truth import training
+import optax_lossscale as ols
 
 FOLDER = pathlib.Path(__file__).parent / "rows"
 
@@ -82,6 +83,24 @@ class Counted(NamedTuple):
   parameters: str
   exponent: int
   count: int
+
+
+def describe(found: ols.instruments.TuningReport) -> dict[str, str]:
+  """Returns what a row says of the precision that was found for it."""
+  shares = dict.fromkeys(("float32", "bfloat16", "float8_e4m3fn"), 0.0)
+  for scope in found.scopes.values():
+    shares[scope.dtype] += scope.share
+  overrides = ", ".join(
+    f"{pattern}: {dtype and dtype.name}"
+    for pattern, dtype in found.overrides.items()
+  )
+  return {
+    "overrides": overrides or "none",
+    "errors": " ".join(f"{x:.4f}" for x in found.errors),
+    "error of all": f"{found.error_of_all:.4f}",
+    "between batches": f"{found.between_batches:.4f}",
+    **{f"work in {name}": f"{share:.4f}" for name, share in shares.items()},
+  }
 
 
 def path(folder: pathlib.Path, workload: str, row: str) -> pathlib.Path:

@@ -32,6 +32,8 @@ class Setting:
   parameters: DTypeLike = jnp.float32  # Stored, and widened for the loss.
   # Other arguments of `autocast`.
   products: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  # Arguments of `tune_precision`, which finds `dtype` and `products`.
+  tuned: Mapping[str, Any] | None = None
   # Makes the optimizer from that of the workload.
   wrap: Callable[
     [optax.GradientTransformation], optax.GradientTransformation
@@ -132,7 +134,24 @@ PRODUCTS: Mapping[str, Setting] = {
   ),
 }
 
-ALL: Mapping[str, Setting] = {**SETTINGS, **SIXTEEN_BIT, **PRODUCTS}
+# What `tune_precision` finds, with S = 1 as in float32.
+_tuned = functools.partial(Setting, rule=ols.FixedLossScale(1.0))
+TUNED: Mapping[str, Setting] = {
+  "tuned": _tuned(
+    "found by `tune_precision`", tuned={"dtypes": (jnp.bfloat16,)}
+  ),
+  "tuned-float8": _tuned(
+    "the same with bfloat16 and float8",
+    tuned={"dtypes": (jnp.bfloat16, _E4M3)},
+  ),
+}
+
+ALL: Mapping[str, Setting] = {
+  **SETTINGS,
+  **SIXTEEN_BIT,
+  **PRODUCTS,
+  **TUNED,
+}
 
 # These guard the verdict: it must find no difference in them.
 NULLS = ("null-scaled", "null-seeds")
@@ -149,4 +168,5 @@ def of(*, full: bool, sixteen_bit: bool) -> list[str]:
     sixteen_bit: also those with parameters in bfloat16, and other products.
   """
   scaling = SETTINGS if full else _FEW
-  return [*scaling, *({**SIXTEEN_BIT, **PRODUCTS} if sixteen_bit else ())]
+  others = {**SIXTEEN_BIT, **PRODUCTS} if sixteen_bit else {}
+  return [*scaling, *others, *TUNED]

@@ -79,6 +79,15 @@ def text(workloads: Workloads, rows: Rows, folder: pathlib.Path) -> str:
       _list({name: x.description for name, x in settings.SETTINGS.items()}),
       textwrap.fill(verdict.RULE, 92),
       *(report.markdown(header, body) for header, body in tables),
+      *_group("precision found", settings.TUNED, workloads, rows, compared),
+      report.markdown(
+        (
+          *("in late parameters", "two batches differ by"),
+          *("error in bfloat16", "float8", "as found", "with float8"),
+          *("work below float32", "with float8", "in float8"),
+        ),
+        _found(rows),
+      ),
       *_others(workloads, rows, compared, folder),
     ]
   )
@@ -95,13 +104,7 @@ def _others(
     ("parameters in bfloat16", settings.SIXTEEN_BIT),
     ("products in other formats", settings.PRODUCTS),
   ):
-    yield _list({name: x.description for name, x in group.items()})
-    names = [settings.REFERENCE, "bfloat16", *group]
-    yield report.markdown((title, *names), _scores(workloads, rows, names))
-    yield report.markdown(
-      ("difference from float32", *names[1:], "visible"),
-      _differences(workloads, compared, names[1:]),
-    )
+    yield from _group(title, group, workloads, rows, compared)
   yield report.markdown(
     (
       *("masters missed", "in the first step", "mean of all steps"),
@@ -109,6 +112,39 @@ def _others(
     ),
     _missed(workloads, folder),
   )
+
+
+def _group(
+  title: str,
+  group: Mapping[str, settings.Setting],
+  workloads: Workloads,
+  rows: Rows,
+  compared: Compared,
+) -> Iterator[str]:
+  """Yields what settings are, their scores, and how those differ."""
+  yield _list({name: x.description for name, x in group.items()})
+  names = [settings.REFERENCE, "bfloat16", *group]
+  yield report.markdown((title, *names), _scores(workloads, rows, names))
+  yield report.markdown(
+    ("difference from float32", *names[1:], "visible"),
+    _differences(workloads, compared, names[1:]),
+  )
+
+
+def _found(rows: Rows) -> Iterator[tuple[str, ...]]:
+  """Yields what `tune_precision` measured, and how much it lowered."""
+  for name, found in rows.items():
+    if not settings.TUNED.keys() <= found.keys():
+      continue
+    tuned = [found[x].about for x in settings.TUNED]
+    yield (
+      name,
+      _percent(float(tuned[0]["between batches"])),
+      *(_percent(float(x["error of all"])) for x in tuned),
+      *(_percent(max(map(float, x["errors"].split()))) for x in tuned),
+      *(f"{1 - float(x['work in float32']):.1%}" for x in tuned),
+      f"{float(tuned[1]['work in float8_e4m3fn']):.1%}",
+    )
 
 
 def compare(

@@ -1,6 +1,9 @@
 """Trains a workload in a setting, over all seeds."""
 
 from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
 import hashlib
 from typing import Any
 from typing import NamedTuple
@@ -18,6 +21,9 @@ import optax_lossscale as ols
 
 # How often a run is scored, after its first score.
 SCORES = 20
+
+# Steps in float32 before a gradient's error is measured.
+BEFORE = 50
 
 
 class Point(NamedTuple):
@@ -46,12 +52,14 @@ class Trained(NamedTuple):
     first: the parameters of the first seed before the first step.
     last: the same after the last step.
     digest: of the bits of all seeds' last parameters.
+    found: by `tune_precision`, if it chose the precision.
   """
 
   points: list[Point]
   first: Any
   last: Any
   digest: str
+  found: ols.instruments.TuningReport | None
 
 
 def train(
@@ -59,6 +67,7 @@ def train(
   setting: settings.Setting,
   *,
   steps: int | None = None,
+  seeds: Sequence[int] | None = None,
 ) -> Trained:
   """Trains with all seeds.
 
@@ -66,11 +75,17 @@ def train(
     workload: the model, its data, its loss and its score.
     setting: the precision and the loss scaling.
     steps: of each seed, if not as many as the workload says.
+    seeds: if not the setting's.
   """
+  seeds, found = seeds or setting.seeds, None
+  if setting.tuned is not None:
+    found = tune(workload, setting.tuned, steps)
+    products = {"overrides": found.overrides}
+    setting = dataclasses.replace(setting, dtype=found.dtype, products=products)
   # Otherwise float32 products are TF32 on some GPUs, and bfloat16 on TPUs.
   with jax.default_matmul_precision("highest"):
     init, advance, score = _program(workload, setting)
-    keys = jax.vmap(jax.random.key)(jnp.array(setting.seeds))
+    keys = jax.vmap(jax.random.key)(jnp.array(seeds))
     state = init(keys)
     first = _of_first_seed(state[0])
     points: list[Point] = []
@@ -82,13 +97,51 @@ def train(
       measured = (x.tolist() for x in jax.device_get(score(state)))
       points += [
         Point(seed, end, *values)
-        for seed, *values in zip(setting.seeds, *measured, strict=True)
+        for seed, *values in zip(seeds, *measured, strict=True)
       ]
       begin = end
   last = jax.device_get(state[0])
   bits = b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(last))
   digest = hashlib.sha256(bits).hexdigest()
-  return Trained(points, first, _of_first_seed(last), digest)
+  return Trained(points, first, _of_first_seed(last), digest, found)
+
+
+def tune(
+  workload: workload_lib.Workload,
+  arguments: Mapping[str, Any],
+  steps: int | None,
+) -> ols.instruments.TuningReport:
+  """Returns what `tune_precision` finds after a training of another seed."""
+  in_float32 = settings.SETTINGS[settings.REFERENCE]
+  seeds = [2 * settings.SEEDS]  # Neither of a row nor of a null row.
+  params = train(workload, in_float32, steps=steps, seeds=seeds).last
+  first, second = (
+    jax.jit(workload.draw)(jax.random.key(2**31 - x), params) for x in (1, 2)
+  )
+  return ols.instruments.tune_precision(
+    workload.loss, params, first, confirm_args=(second,), **arguments
+  )
+
+
+def begin(
+  workload: workload_lib.Workload, params: workload_lib.Params, steps: int
+) -> workload_lib.Params:
+  """Returns the parameters after the first steps of a training in float32."""
+  workload = dataclasses.replace(workload, steps=10 * steps)
+
+  @jax.jit
+  def run(params: Any) -> Any:
+    def step(state: Any, number: jax.Array) -> Any:
+      params, opt_state = state
+      key = jax.random.fold_in(jax.random.key(1), number)
+      grads = jax.grad(workload.loss)(params, workload.draw(key, params))
+      updates, opt_state = workload.optimizer.update(grads, opt_state)
+      return (optax.apply_updates(params, updates), opt_state), None
+
+    state = params, workload.optimizer.init(params)
+    return lax.scan(step, state, jnp.arange(steps))[0][0]
+
+  return run(params)
 
 
 def _program(

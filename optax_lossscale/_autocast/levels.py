@@ -365,7 +365,7 @@ def _check_override(pattern: str, value: object) -> np.dtype:
 
 def _check_dot_dtype(value: object) -> tuple[np.dtype, np.dtype]:
   """Returns the formats of a product's operands and of its gradients."""
-  pair = value if isinstance(value, tuple) else (value, None)
+  pair = value if isinstance(value, (tuple, list)) else (value, None)
   if len(pair) != 2:
     raise ValueError(
       "`dot_dtype` must be one dtype, or two: for the operands and for the "

@@ -12,6 +12,7 @@ from typing import Any
 
 from chex import ArrayTree
 import jax
+from jax.extend import core
 import numpy as np
 import numpy.typing as npt
 import optax
@@ -243,9 +244,9 @@ def gradient_error(
 
 
 def compute_reference(
-  loss_fn: Callable[..., Any],
+  loss_fn: Callable[..., object],
   has_aux: bool,
-  args: tuple[Any, ...],
+  args: tuple[object, ...],
   kwargs: Mapping[str, object],
 ) -> dict[str, np.ndarray]:
   """Returns the gradient in float32 of each parameter, as rows of float64."""
@@ -256,6 +257,14 @@ def compute_reference(
   reference = in_float32.at(1.0)
   _check_reference(reference)
   return reference
+
+
+def difference(
+  first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]
+) -> float:
+  """Returns how far two gradients are apart, relative to their mean norm."""
+  one, other = distance(first, second), distance(second, first)
+  return 2 / (1 / one + 1 / other) if one and other else 0.0
 
 
 def distance(
@@ -271,7 +280,7 @@ class Gradient:
 
   def __init__(
     self,
-    fun: Callable[..., Any],
+    fun: Callable[..., object],
     has_aux: bool,
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
@@ -290,9 +299,8 @@ class Gradient:
     recording = interpreter.record(gradient, (scale, *args), kwargs)
     if any(isinstance(x, jax.core.Tracer) for x in recording.operands):
       raise ValueError(
-        "The function that `gradient_error` returns must be called outside of "
-        "jit, grad, vmap and scan, since it compares on the host, got traced "
-        "values."
+        "Gradients are compared on the host, so this must be called outside of "
+        "jit, grad, vmap and scan, got traced values."
       )
     self._recording = recording
     self._run = jax.jit(recording.evaluate)
@@ -306,23 +314,27 @@ class Gradient:
     named = self._recording.result(outputs)
     return {path: _row(x) for path, x in jax.device_get(named).items()}
 
+  @property
+  def jaxpr(self) -> core.Jaxpr:
+    """The jaxpr of the gradient."""
+    return self._recording.jaxpr
+
   def low_operations(self) -> Iterator[tuple[str, str, str]]:
     """Yields scope, name and dtype of each operation below float32."""
-    jaxpr = self._recording.jaxpr
-    for scope, _, _, name, dtype in _precision_report.computing(jaxpr):
+    for scope, _, _, name, dtype in _precision_report.computing(self.jaxpr):
       if operation_table.is_low(dtype):
         yield scope, name, dtype.name
 
-  def refuse_low(self, params: optax.Params) -> None:
+  def refuse_low(self, params: object) -> None:
     """Raises if this gradient is not a float32 reference."""
     remedy = (
-      "gradient_error compares with float32: pass float32 parameters, and keep "
-      "autocast and low dtypes (`dtype=` of layers) for `low_loss_fn`"
+      "gradients are compared with float32: pass float32 parameters, and a "
+      "`loss_fn` without autocast and without low dtypes (`dtype=` of layers)"
     )
     for path, x in _elements.named(params).items():
       if operation_table.is_low(x.dtype):
         raise ValueError(
-          f"the parameters must be float32 or wider, got {x.dtype.name} at "
+          f"The parameters must be float32 or wider, got {x.dtype.name} at "
           f"{path!r}; {remedy}."
         )
     for scope, name, dtype in self.low_operations():

@@ -94,7 +94,7 @@ def test_a_float8_product_is_numpys_however_it_is_written(way):
 
 @pytest.mark.parametrize("gradient_dtype", [E5M2, E4M3])
 def test_the_format_of_gradients_is_e5m2_or_chosen(gradient_dtype):
-  low = in_float8(product, dot_dtype=(E4M3, gradient_dtype))
+  low = in_float8(product, dot_dtype=[E4M3, gradient_dtype])
   assert_near(gradients(low), expected(gradient_dtype)[1:])
 
 

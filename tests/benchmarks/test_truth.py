@@ -109,7 +109,9 @@ def test_training_is_that_of_a_plain_loop():
 
 def test_each_setting_has_the_dtype_and_the_rule_of_its_name():
   low = {"float16", "fixed", "dynamic", "headroom", "saturating"}
-  for name, setting in settings.ALL.items():
+  assert all(x.tuned and x.rule for x in settings.TUNED.values())
+  for name in settings.ALL.keys() - settings.TUNED.keys():
+    setting = settings.ALL[name]
     dtype = jnp.dtype(setting.dtype).name
     assert (dtype == "float16") == (name in low)
     others = {**settings.SIXTEEN_BIT, **settings.PRODUCTS}
@@ -240,7 +242,8 @@ def test_the_table_has_numpys_statistics_and_marks_differences(tmp_path):
     "null-scaled": row(REFERENCE),
     "null-seeds": row([x + 0.1 for x in REFERENCE], digest="b"),
   }
-  text = table.text({"tiny": make_tiny()}, {"tiny": rows}, tmp_path)
+  tiny = {"tiny": make_tiny()}
+  text, *_ = table.text(tiny, {"tiny": rows}, tmp_path).partition("- `tuned`")
   deviation = np.std(REFERENCE, ddof=1)
   cells = [cell.strip() for cell in text.split("|")]
   assert {*cells} >= {
@@ -257,7 +260,7 @@ def test_the_table_has_numpys_statistics_and_marks_differences(tmp_path):
   share = f"{0.1 / (2 * deviation):.0%}"
   assert cells[-5:-1] == ["tiny", "bit-equal", "no difference", share]
   rows["null-scaled"] = rows["null-seeds"]
-  text = table.text({"tiny": make_tiny()}, {"tiny": rows}, tmp_path)
+  text, *_ = table.text(tiny, {"tiny": rows}, tmp_path).partition("- `tuned`")
   assert text.split("|")[-4].strip() == "not bit-equal"
 
 
@@ -276,8 +279,8 @@ def test_the_pages_show_the_recorded_rows():
   page = documents.read("docs/does_it_matter.md")
   appendix = documents.read("benchmarks/truth/README.md")
   assert tables in appendix
-  # Its last tables are of 16-bit parameters, and name the workloads again.
-  found = cells_of(tables.partition("- `nearest`")[0])
+  # Its last tables name the workloads again.
+  found = cells_of(tables.partition("- `tuned`")[0])
   shown = cells_of(page)
   for name, workload in made.items():
     assert f"(images/{name}.png)" in appendix
@@ -285,6 +288,15 @@ def test_the_pages_show_the_recorded_rows():
     cells, error = found[score], found[f"{name}, last step"]
     means = [cells[i].split()[0] for i in (0, 2, 4)]
     assert shown[score] == [error[0], error[2], *means, cells[-1]]
+  tuned = tables.partition("- `tuned`")[2].partition("- `nearest`")[0]
+  found = cells_of(tuned)
+  layers = documents.read("docs/guides/which_layers.md")
+  shown = cells_of(layers.partition("## How large")[2])
+  for name in shown.keys() & made.keys():
+    assert shown[name] == [found[name][x] for x in (0, 1, 2, 5, 7)]
+  (critic,) = (x for x in found if x.startswith("critic:"))
+  for cell in found[critic]:
+    assert f"| {cell} |" in layers
   # The report that the page explains is one of the rows, too.
   file = results.path(results.FOLDER, "transformer", results.SCREEN)
   _, screened = results.read(file, results.Screened)

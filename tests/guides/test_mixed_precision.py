@@ -1,4 +1,4 @@
-"""docs/guides/mixed_precision.md and docs/guides/precision_schedule.md."""
+"""mixed_precision.md, which_layers.md and precision_schedule.md."""
 
 import ast
 import dataclasses
@@ -27,6 +27,10 @@ class MLP(nn.Module):
     return nn.Dense(3, name="head")(x)
 
 
+def loss_of_mlp(variables, x):
+  return jnp.mean(MLP().apply(variables, x) ** 2)
+
+
 def test_what_is_mixed_has_its_products_in_float16(monkeypatch):
   device = dataclasses.replace(
     hardware.probe(), preferred_dtype=jnp.dtype(jnp.bfloat16)
@@ -51,25 +55,29 @@ def test_what_is_mixed_has_its_products_in_float16(monkeypatch):
     inputs = jnp.ones((4, 5))
     assert page["mixed_head"](inputs).dtype == jnp.float32
 
-    variables = jax.jit(MLP().init)(jax.random.key(0), inputs)
-
-    def loss_of_mlp(variables, x):
-      return jnp.mean(MLP().apply(variables, x) ** 2)
-
-    of_mlp = {"params": variables, "batch": inputs}
-    # Older ones, without XLA's optimizations, have other errors.
-    is_new = jax.__version_info__ >= (0, 12)
-    title = "Which layers can be bfloat16?"
-    page.run(title, compare=is_new, loss_fn=loss_of_mlp, **of_mlp)
-    assert page["report"].overrides == {}
-
     for count, dtype in ((1, "float16"), (None, "bfloat16")):
-      page.run("Policies", count, loss_fn=loss_fn, params=params, batch=batch)
+      page.run("Policies", count)
       found = dtypes_of("dot_general", page["mixed_loss_fn"], params, batch)
       assert set(found) == {dtype}
 
+    variables = jax.jit(MLP().init)(jax.random.key(0), inputs)
     mixed_loss_fn = ols.autocast(loss_of_mlp, "O1")
-    page.run(mixed_loss_fn=mixed_loss_fn, **of_mlp)
+    page.run(mixed_loss_fn=mixed_loss_fn, params=variables, batch=inputs)
+
+
+def test_the_loss_of_a_page_is_tuned():
+  batch, other = jnp.split(jax.random.normal(jax.random.key(1), (8, 5)), 2)
+  names = {
+    "loss_fn": loss_of_mlp,
+    "params": jax.jit(MLP().init)(jax.random.key(0), batch),
+    "batch": batch,
+    "other_batch": other,
+  }
+  with documents.reading("docs/guides/which_layers.md", **names) as page:
+    page.run()
+  assert page["report"].overrides == {}
+  tuned, params = page["tuned_loss_fn"], names["params"]
+  assert set(dtypes_of("dot_general", tuned, params, batch)) == {"bfloat16"}
 
 
 @pytest.mark.parametrize("name", ["float32", None])
