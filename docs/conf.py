@@ -141,6 +141,34 @@ def every_name_has_a_page(app: Sphinx, env: BuildEnvironment) -> None:
     )
 
 
+def every_searched_name_is_found(app: Sphinx, failed: Exception | None) -> None:
+  """Fails the build if the search does not lead from a name to its page."""
+  path = pathlib.Path(app.outdir) / "searchindex.js"
+  if failed or not path.exists():  # Only a site has a search.
+    return
+  text = path.read_text().removeprefix("Search.setIndex(").removesuffix(")")
+  index, lang = json.loads(text), app.builder.indexer.lang
+  searched = tomllib.loads((ROOT / "docs" / "names.toml").read_text())
+  missing = []
+  for page, names in searched.items():
+    number = index["docnames"].index(f"docs/porting/{page}")
+    # A word that only one page has comes with its number, not with a list.
+    on_page = {
+      word
+      for kind in ("terms", "titleterms")
+      for word, pages in index[kind].items()
+      if number in (pages if isinstance(pages, list) else [pages])
+    }
+    for name in names:
+      words = filter(lang.word_filter, lang.split(name.lower()))
+      if not on_page.issuperset(map(lang.stem, words)):
+        missing.append(f"{name} on {page}")
+  if missing:
+    raise ExtensionError(
+      f"The search must find every name on its page, got no {missing}."
+    )
+
+
 def leave_out_fields(
   app: Sphinx, what: str, name: str, value: Any, skip: bool, options: Any
 ) -> bool | None:
@@ -272,3 +300,4 @@ def setup(app: Sphinx) -> None:
   app.connect("doctree-read", refuse_block_quotes)
   app.connect("doctree-resolved", link_names)
   app.connect("env-check-consistency", every_name_has_a_page)
+  app.connect("build-finished", every_searched_name_is_found)

@@ -141,12 +141,14 @@ def of_mindspores_notebook(*classes):
 def line_model(x=1.0, **arguments):
   """Returns the notebook's model of a line, and a batch whose inputs are x."""
   names = of_mindspores_notebook("Model")
-  network = types.SimpleNamespace(apply=lambda params, x: params @ x)
+  network = types.SimpleNamespace(
+    apply=lambda variables, x, mutable: (variables["params"] @ x, {})
+  )
   model = names["Model"](
     network,
     lambda outputs, targets: jnp.mean((outputs - targets) ** 2),
     optax.sgd(0.125),
-    params=jnp.ones((2, 2)),
+    params={"params": jnp.ones((2, 2))},
     **arguments,
   )
   return model, (jnp.full((2, 3), x), jnp.zeros((2, 3)))

@@ -5,8 +5,11 @@ import dataclasses
 import inspect
 import json
 import re
+import tomllib
 from types import SimpleNamespace
 
+import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,12 +22,15 @@ from tests import documents
 from tests.autocast.programs import products
 from tests.presets import traces
 from tests.support import assert_same_bits
+from tests.test_notebooks import of_mindspores_notebook
 
 PAGES = {
   path.stem: path.read_text()
   for path in sorted((documents.ROOT / "docs" / "porting").glob("*.md"))
 }
 ALL = "\n".join(PAGES.values())
+# The site's search must find these, too: docs/conf.py.
+SEARCHED = tomllib.loads(documents.read("docs/names.toml"))
 # Arguments of the old lines without a counterpart in a preset.
 OTHERS = {"fp16", "--fp16", "enabled", "opt_level"}
 
@@ -283,6 +289,29 @@ def test_systems_for_reinforcement_learning_have_presets():
   assert [x.system for x in rules] == ["torch_sharded", "megatron", "deepspeed"]
 
 
+@pytest.mark.parametrize("stem", SEARCHED)
+def test_the_names_that_people_search_for_are_on_the_page(stem):
+  page = documents.one_line(PAGES[stem])
+  missing = [
+    name
+    for name in SEARCHED[stem]
+    if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", page, re.IGNORECASE)
+  ]
+  assert not missing
+
+
+@pytest.mark.parametrize("system", ["MindSpore", "Megatron", "npu_bridge"])
+def test_the_right_side_of_each_other_name_runs(system):
+  names = documents.training()
+  names["scaled_grads"] = names["params"]
+  names |= {"network": SimpleNamespace(apply=abs), "train_step": abs}
+  for left, right in cells_of_all(section(f"Other names of {system}"))[1:]:
+    codes = re.findall(r"`([^`]+\([^`]+)`", right)
+    assert codes or re.search("not needed, because|\\]\\(", right), left
+    for code in codes:
+      exec(code, names)
+
+
 def test_what_the_pages_name_of_the_library_exists():
   for path in set(re.findall(r"\bols\.(\w+(?:\.\w+)?)", ALL)):
     value = ols
@@ -344,11 +373,14 @@ def test_a_page_of_presets_prints_what_it_shows(stem):
       page.run()
 
 
+(RECORD,) = re.findall(r"`(ols\.instruments\.record\(.*?\))`", PAGES["README"])
 # Transformations around the wrapper, which put its state further inside.
 WRAPS = {
   "alone": lambda tx: tx,
   "inside": lambda tx: optax.partition(
-    {"all": optax.chain(ols.instruments.record(tx, 100), optax.identity())},
+    {
+      "all": optax.chain(eval(RECORD, {"ols": ols, "tx": tx}), optax.identity())
+    },
     lambda params: jax.tree.map(lambda _: "all", params),
   ),
 }
@@ -442,18 +474,93 @@ def test_the_rows_for_ascend_run():
 # MindSpore --------------------------------------------------------------------
 
 
-def test_what_mindspores_model_becomes_runs():
-  names = {
-    "network": SimpleNamespace(apply=lambda params, x: jnp.tanh(x @ params)),
-    "loss": lambda outputs, labels: jnp.mean((outputs - labels) ** 2),
-  }
+class Normalized(nn.Module):
+  """A network that is in training while its statistics may change."""
+
+  @nn.compact
+  def __call__(self, x):
+    frozen = not self.is_mutable_collection("batch_stats")
+    x = nn.Dense(32)(x)
+    x = nn.BatchNorm(use_running_average=frozen, momentum=0.5)(x)
+    return nn.Dense(4)(nn.relu(x))
+
+
+def train_by_page(variables, loss, batch):
+  names = {"network": Normalized(), "loss": loss}
   path = "docs/porting/mindspore.md"
   with documents.reading(path, NOT_RUN, **names) as page:
     page.run()
-  params, images = jnp.eye(2), jnp.ones((3, 2))
-  assert set(products(page["forward"], params, images)) == {"float16"}
-  assert jnp.isfinite(page["loss_fn"](params, images, images))
-  assert page["rule"].init().loss_scale == 2.0**24
+  params, statistics = variables["params"], variables["batch_stats"]
+  dtypes = products(page["loss_fn"], params, statistics, *batch)
+  assert set(dtypes) == {"float16"}
+  carry = params, statistics, page["tx"].init(params)
+  while True:
+    *carry, value = page["train_step"](*carry, *batch)
+    params, statistics, state = carry
+    yield {"params": params, "batch_stats": statistics}, state.skipped, value
+
+
+def train_by_notebook(variables, loss, batch):
+  sgd = optax.sgd(0.01, momentum=0.9)
+  model = of_mindspores_notebook("Model")["Model"](
+    Normalized(), loss, sgd, {"loss": loss}, "O2", params=variables
+  )
+  while True:
+    report = model.train(1, [batch])
+    yield model.params, report["skipped"][0], report["loss"][0]
+
+
+@pytest.mark.parametrize("train", [train_by_page, train_by_notebook])
+def test_a_network_with_batch_norm_trains_and_a_skip_keeps_statistics(train):
+  images = np.random.default_rng(0).normal(size=(32, 8)).astype(np.float32)
+  labels = np.eye(4, dtype=np.float32)[images[:, :4].argmax(axis=1)]
+
+  def loss(logits, labels):
+    return optax.losses.softmax_cross_entropy(logits, labels).mean()
+
+  variables = Normalized().init(jax.random.key(0), images)
+  steps = train(variables, loss, (images, labels))
+  losses, skips = [], []
+  for _ in range(200):
+    before, (variables, skipped, value) = variables, next(steps)
+    if skipped:
+      assert_same_bits(variables, before)
+    losses.append(float(value))
+    skips.append(bool(skipped))
+  assert skips[0] and not skips[-1]
+  assert losses[-1] < 0.1 * losses[0]
+  # The statistics have become those of the only batch.
+  _, moved = Normalized().apply(variables, images, mutable=["batch_stats"])
+  chex.assert_trees_all_close(
+    variables["batch_stats"], moved["batch_stats"], rtol=0.02, atol=0.02
+  )
+
+
+def test_adam_weight_decay_makes_mindspores_steps():
+  # nn/optim/adam.py of MindSpore, `_update_run_op`, in plain numbers.
+  title = "nn.AdamWeightDecay is not optax.adamw"
+  code = block(title, "scale_by_moments")
+  notebook = documents.read("notebooks/mindspore_mixed_precision.ipynb")
+  copies = ["".join(x["source"]) for x in json.loads(notebook)["cells"]]
+  assert [x for x in copies if code.partition("\n\n\n")[0] in x]
+  names = documents.training()
+  for decay in (0.25, 0.0):
+    exec(code.replace("_weights(0.0", f"_weights({decay}"), names)
+    w, m, v, steps = np.array([1.0, -3.0]), 0.0, 0.0, []
+    params = jnp.float32(w)
+    state = names["optimizer"].init(params)
+    for step in range(1, 11):
+      g = np.array([0.1, 1e-5 * step])
+      m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+      update = 0.01 * (decay * w + m / (1e-6 + np.sqrt(v)))
+      w = w - update
+      new, state = names["optimizer"].update(jnp.float32(g), state, params)
+      params = optax.apply_updates(params, new)
+      np.testing.assert_allclose(new, -update, rtol=1e-5)
+      steps.append(f"{update[0]:.3f}")
+  *most, last = [steps[i - 1] for i in (1, 2, 5, 10)]  # Without decay.
+  shown = f"{', '.join(most)} and {last}"
+  assert shown in documents.one_line(section(title))
 
 
 def test_the_rows_of_mindspores_tutorial_run():
