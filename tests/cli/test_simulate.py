@@ -89,13 +89,14 @@ def test_a_name_does_nothing_to_a_terminal(name, shown, history, monkeypatch):
   terminal = io.TextIOWrapper(io.BytesIO(), "ascii", write_through=True)
   monkeypatch.setattr(sys, "stdout", terminal)
   monkeypatch.setattr(sys, "stderr", terminal)
-  assert simulate(name, "--rule=dynamic:8,\n\x1fgrowth_interval=3") == 0
+  rule = "dynamic:8,\n\x1fgrowth_interval=3"
+  assert simulate(name, "--rule", rule, "--advise") == 0
   (history.parent / name).write_text("amax\nx")
   assert simulate(name) == simulate(f"{name}!") == 2
   seen = terminal.buffer.getvalue().decode()
   for words in (
     f"{shown}, 121 steps\n",
-    r"dynamic:8,\n\x1fgrowth_interval=3",
+    r"dynamic:8,\n\x1fgrowth_interval=3:",
     f"HISTORY: {shown}: line 2, column amax",
     f"No such file or directory: {shown}!\n",
   ):
