@@ -1,5 +1,6 @@
 """The data of the artists in each plot."""
 
+import io
 import itertools
 import subprocess
 import sys
@@ -214,6 +215,27 @@ def steps_of(axes):
     }
     for data in (x.get_data() for x in axes.patches if isinstance(x, StepPatch))
   ]
+
+
+@pytest.mark.parametrize(
+  ("name", "shown"),
+  [
+    ("$$.csv", "$$.csv"),
+    (r"a\$b$", r"a\$b$"),
+    ("_a", " _a"),
+    ("\udcff", r"\udcff"),
+  ],
+)
+def test_a_name_is_shown_as_it_is(name, shown):
+  stats = instruments.leaf_stats({name: 1.0})
+  for axes, end in (
+    (plot.replays({name: REPLAYS["one"]}, ax=new_axes()), ": 1 lost, "),
+    (plot.heat_map(stats, ax=new_axes()), "</text>"),
+  ):
+    drawn = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none"}):
+      axes.figure.savefig(drawn, format="svg")
+    assert f">{shown}{end}" in drawn.getvalue()
 
 
 def test_shares_are_drawn_by_exponent_and_shifted_by_s():

@@ -58,6 +58,13 @@ def shown(value: object, most: int = 100) -> str:
   return text if len(text) <= most else f"{text[:most]}... ({size})"
 
 
+def printable(text: object) -> str:
+  """Returns text, such as a file's name, with escapes that do no harm."""
+  # A terminal would obey control codes and the marks that reverse a name, and
+  # no encoding has the surrogates of a name that is not UTF-8.
+  return "".join(x if x.isprintable() else repr(x)[1:-1] for x in str(text))
+
+
 def kind_of(value: object) -> str:
   """Returns the name of a value's type for an error; "jax.Array" for arrays."""
   return "jax.Array" if isinstance(value, jax.Array) else type(value).__name__

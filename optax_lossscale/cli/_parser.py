@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import re
 from typing import NoReturn
 
+import jax
+
 from optax_lossscale._base.arguments import did_you_mean
 
 
@@ -20,11 +22,18 @@ class Parser(argparse.ArgumentParser):
 
   def error(self, message: str) -> NoReturn:
     """Raises `BadInputError`, with the name that may have been meant."""
-    text = " ".join(message.split())
+    text = re.sub(r"\s*\n\s*", " ", message).strip()
     pattern = r"(?:invalid choice|unrecognized arguments): '?([^' =]+)"
     wrong = re.search(pattern, text)
     hint = did_you_mean(wrong[1], self._names()) if wrong else ""
     raise BadInputError(f"{self.prog}: error: {text}{hint}")
+
+  def find_devices(self) -> list[jax.Device]:
+    """Returns JAX's devices, or says in one line that it starts none."""
+    try:
+      return jax.devices()
+    except (RuntimeError, AssertionError) as error:
+      self.error(f"JAX starts no device; is JAX_PLATFORMS right? {error}")
 
   def _names(self) -> Iterator[str]:
     """Yields the options, choices and commands, and those of each command."""

@@ -13,6 +13,7 @@ from jax import lax
 import jax.numpy as jnp
 
 import optax_lossscale as ols
+from optax_lossscale._base.arguments import printable
 from optax_lossscale.cli import _parser
 from optax_lossscale.instruments import compiling
 
@@ -65,9 +66,10 @@ def _run(parser: _parser.Parser, options: argparse.Namespace) -> int:
   try:
     if options.make_compilers is not None:
       made = compiling.make(
-        options.make_compilers, lambda x: print(f"{_SIZE} {x}", flush=True)
+        options.make_compilers,
+        lambda x: print(f"{_SIZE} {printable(x)}", flush=True),
       )
-      print(f"Now set {compiling.VARIABLE}={shlex.quote(made)}")
+      print(f"Now set {compiling.VARIABLE}={printable(shlex.quote(made))}")
     if options.on is not None:
       _print_narrowings(options.on)
   except (RuntimeError, ValueError) as error:
@@ -95,7 +97,10 @@ def _print_narrowings(targets: str) -> None:
 
   # Equal casts of one array would become one.
   arrays = [jax.ShapeDtypeStruct((1024,), jnp.float32)] * len(ways)
-  report = ols.instruments.compile_report(casts, *arrays, targets=targets)
+  try:
+    report = ols.instruments.compile_report(casts, *arrays, targets=targets)
+  except OSError as error:  # The temporary folder is full, for example.
+    raise RuntimeError(f"The compilers must start, got: {error}") from error
   versions = ", ".join(f"{name} {y}" for name, y in report.versions.items())
   print(f"Compiled, not timed: {versions}")
   for target, step in report.steps.items():
@@ -115,10 +120,7 @@ def _describe(parser: _parser.Parser) -> int:
   print(f"optax_lossscale {ols.__version__}")
   for name in ("jax", "jaxlib", "optax", "flax", "chex"):
     print(f"{name} {metadata.version(name)}")
-  try:
-    kinds = collections.Counter(x.device_kind for x in jax.devices())
-  except (RuntimeError, AssertionError) as error:
-    parser.error(f"JAX starts no device; is JAX_PLATFORMS right? {error}")
+  kinds = collections.Counter(x.device_kind for x in parser.find_devices())
   counts = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
   seen = ols.hardware.probe()
   print(f"devices: {counts}\n\n{seen}\n\n{_LEGEND}\n")

@@ -4,10 +4,13 @@ import argparse
 import functools
 import math
 import pathlib
+import sys
 from typing import Any
+import warnings
 
 import optax_lossscale as ols
 from optax_lossscale import instruments
+from optax_lossscale._base.arguments import printable
 from optax_lossscale.cli import _loss_scale
 from optax_lossscale.cli import _parser
 
@@ -38,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
   parser.add_argument(
     "history",
     nargs="+",
-    type=pathlib.Path,
+    type=_path_option,
     metavar="HISTORY",
     help="a CSV file whose first line names the columns: amax, scaled, and "
     "optionally loss_scale (without it 1), overflow and step",
@@ -79,6 +82,7 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
   """Runs the sub-command; reads every history before it replays any."""
   rules = dict(arguments.rule or map(_rule_option, _DEFAULT_RULES))
   histories = {x: _read(parser, x) for x in arguments.history}
+  parser.find_devices()
   saturates = arguments.hardware == "saturating"
   check = (ols.saturated if saturates else ols.nonfinite)(arguments.dtype)
   for path, history in histories.items():
@@ -86,12 +90,16 @@ def _run(parser: _parser.Parser, arguments: argparse.Namespace) -> int:
       text: instruments.replay(rule, history, check=check)
       for text, rule in rules.items()
     }
-    print(f"{path}, {len(history.step)} steps\n{_table(replays)}\n")
+    print(f"{printable(path)}, {len(history.step)} steps\n{_table(replays)}\n")
     if arguments.advise:
       for text, rule in rules.items():
         own = _history_of(replays[text], history)
         advice = map(str, instruments.advise(own, rule, check=check))
-        print(f"{text}:", *(list(advice) or ["nothing to change"]), sep="\n  ")
+        print(
+          f"{printable(text)}:",
+          *(list(advice) or ["nothing to change"]),
+          sep="\n  ",
+        )
       print()
   print(_LEGEND.format(dtype=arguments.dtype))
   return 0
@@ -101,7 +109,7 @@ def _read(parser: _parser.Parser, path: pathlib.Path) -> instruments.History:
   try:
     return instruments.read_history(path)
   except OSError as error:
-    parser.error(f"argument HISTORY: {error.strerror}: {path}")
+    parser.error(f"argument HISTORY: {error.strerror}: {printable(path)}")
   except ValueError as error:
     parser.error(f"argument HISTORY: {error}")
 
@@ -128,7 +136,7 @@ def _table(replays: dict[str, instruments.ReplayedRun]) -> str:
         _bits(replay.least_headroom),
         _bits(replay.worst_headroom),
         _power_of_two(float(replay.history.loss_scale[-1])),
-        text,
+        printable(text),
       )
     )
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -148,8 +156,19 @@ def _power_of_two(value: float) -> str:
   return f"2^{exponent - 1}" if mantissa == 0.5 else f"{value:g}"
 
 
+def _path_option(text: str) -> pathlib.Path:
+  if not text:  # Path would make the current folder of it.
+    raise argparse.ArgumentTypeError("must name a file, got ''")
+  return pathlib.Path(text)
+
+
 def _rule_option(text: str) -> tuple[str, ols.LossScale]:
   try:
-    return text, _loss_scale.parse(text)
-  except ValueError as error:
+    with warnings.catch_warnings(record=True) as caught:
+      rule = _loss_scale.parse(text)
+  except (ValueError, ols.WiringWarning) as error:  # An error by `python -W`.
     raise argparse.ArgumentTypeError(str(error)) from error
+  for each in caught:  # Not with the line of argparse that made the rule.
+    warning = f"warning: argument --rule: {each.message}"
+    print(f"optax-lossscale simulate: {warning}", file=sys.stderr)
+  return text, rule

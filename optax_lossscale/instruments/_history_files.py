@@ -6,6 +6,8 @@ import contextlib
 import csv
 import os
 import pathlib
+import secrets
+import shutil
 
 import numpy as np
 
@@ -21,6 +23,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[float], object]]] = {
   "overflow": ("0 or 1", lambda x: x in (0, 1)),
 }
 _FLAGS = {"false": "0", "true": "1"}
+_DEVICES = ("/dev", "/dev/fd", "/proc/self/fd")
 
 
 def read_history(path: str | os.PathLike[str]) -> _history.History:
@@ -53,16 +56,17 @@ def read_history(path: str | os.PathLike[str]) -> _history.History:
     [1 2] [False  True] [ 2. nan]
   """
   path = pathlib.Path(path)
+  name = arguments.printable(path)
   # Reading a device such as /dev/zero would never end.
   if path.exists() and not path.is_file():
-    raise ValueError(f"{path}: must be a file, got a folder, device or pipe.")
+    raise ValueError(f"{name}: must be a file, got a folder, device or pipe.")
   try:
     with path.open(newline="", encoding="utf-8-sig") as file:
       columns = _read(file)
   except UnicodeDecodeError as error:
-    raise ValueError(f"{path}: must be text in UTF-8, got {error}.") from error
+    raise ValueError(f"{name}: must be text in UTF-8, got {error}.") from error
   except (ValueError, csv.Error) as error:
-    raise ValueError(f"{path}: {error}") from error
+    raise ValueError(f"{name}: {error}") from error
   # Values too large for float32 become inf, as in a float32 amax.
   with np.errstate(over="ignore"):
     amax = np.array(columns["amax"], np.float32)
@@ -81,8 +85,12 @@ def write_history(
 ) -> None:
   """Writes a history as a CSV file that `read_history` can read.
 
+  The text first goes into a new file beside it, so an error such as a full disk
+  does not harm the old one.
+
   Args:
-    path: the file, whatever its name ends in; an existing one is replaced.
+    path: the file, whatever its name ends in. An existing one is replaced, and
+      so is a link, which is not followed. Devices and pipes are written to.
     history: the history to write.
 
   Raises:
@@ -96,7 +104,32 @@ def write_history(
     floats = f"{np.float32(scale)!s},{np.float32(amax)!s}"
     lines.append(f"{step},{floats},{int(overflow)}")
   text = "\n".join([*lines, ""])
-  pathlib.Path(path).write_text(text, encoding="utf-8", newline="\n")
+  _replace(pathlib.Path(path), text)
+
+
+def _replace(path: pathlib.Path, text: str) -> None:
+  """Writes a file as a whole or not at all."""
+  is_old = path.is_file() and not path.is_symlink()
+  is_other = path.exists() and not is_old and not path.is_symlink()
+  # /dev/stdout is a link, perhaps to a file.
+  if is_other or str(path.absolute().parent) in _DEVICES:
+    path.write_text(text, encoding="utf-8", newline="\n")
+    return
+  # A name that nobody can foresee, so nobody can have put a link there.
+  beside = path.with_name(f".{secrets.token_hex(8)}.tmp")
+  try:
+    if is_old:
+      path.open("r+b").close()  # Renaming would replace a read-only file.
+    with beside.open("x", encoding="utf-8", newline="\n") as file:
+      file.write(text)
+    if is_old:
+      shutil.copymode(path, beside)
+    beside.replace(path)
+  except OSError as error:
+    error.filename = str(path)
+    raise
+  finally:
+    beside.unlink(missing_ok=True)
 
 
 def _read(file: Iterable[str]) -> dict[str, list[float]]:

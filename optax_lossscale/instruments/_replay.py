@@ -147,15 +147,22 @@ def replay(
       "`check` must name the one dtype of the computation, which a history "
       f"does not hold, such as nonfinite(jnp.float16), got {check!r}."
     )
-  state = leaves.as_arrays(rule.init())
   if loss_scale is not None:
     loss_scale = arguments.check_scale("loss_scale", loss_scale)
-    state = optax.tree.set(state, loss_scale=jnp.float32(loss_scale))
   limit = limit_of(check.dtype)
-  outcome = _steps_of(rule)(
-    state, known_steps(history, limit), np.float32(limit), check.saturating
-  )
-  scales, amax, overflow, stalled = map(np.asarray, outcome)
+  known = known_steps(history, limit)
+  # A replay does what a program may forbid in its steps: it has the recorded
+  # inf and NaN, and takes all from the host.
+  with (
+    jax.debug_nans(False),
+    jax.debug_infs(False),
+    jax.transfer_guard("allow"),
+  ):
+    state = leaves.as_arrays(rule.init())
+    if loss_scale is not None:
+      state = optax.tree.set(state, loss_scale=jnp.float32(loss_scale))
+    outcome = _steps_of(rule)(state, known, np.float32(limit), check.saturating)
+    scales, amax, overflow, stalled = map(np.asarray, outcome)
   return ReplayedRun(
     history=_history.History(np.asarray(history.step), scales, amax, overflow),
     skipped=overflow & rule.skip,

@@ -126,7 +126,8 @@ def find_python(folder: str | os.PathLike[str] | None) -> pathlib.Path:
   packages = "libtpu", "jax_cuda12_plugin", "flatbuffers"
   if not folder and all(map(importlib.util.find_spec, packages)):
     return pathlib.Path(sys.executable)
-  python = pathlib.Path(folder, "bin", "python").expanduser().absolute()
+  path = os.path.join(os.path.expanduser(folder), "bin", "python")
+  python = pathlib.Path(path).absolute()
   if not (folder and python.exists()):
     got = f"got {os.fspath(folder)!r}" if folder else f"{VARIABLE} is not set"
     raise RuntimeError(
@@ -166,7 +167,7 @@ def make(folder: str, announce: Callable[[str], None]) -> str:
   if machine != "linux x86_64":
     raise RuntimeError(f"XLA's compilers need Linux on x86-64, got {machine}.")
   folder = os.path.abspath(os.path.expanduser(folder))
-  if os.path.exists(folder):
+  if os.path.lexists(folder):
     raise RuntimeError(
       f"The folder of the compilers must be new, got {folder}: with them, a "
       "JAX in it would believe that there is a GPU."

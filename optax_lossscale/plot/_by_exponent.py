@@ -215,7 +215,8 @@ def heat_map(
   axes.figure.colorbar(
     mesh, ax=axes, label="share of a row's elements", fraction=0.05
   )
-  axes.set_yticks(range(count), _shortened(stats.paths), fontsize="small")
+  names = map(axes_lib.plain, _shortened(stats.paths))
+  axes.set_yticks(range(count), [*names], fontsize="small")
   axes.set_ylim(count - 0.5, -0.5)
   has_end = bool(np.any(shares[:, -1]))
   _exponent_axis(axes, low, high, has_end=has_end, most=7)

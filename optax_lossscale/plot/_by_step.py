@@ -62,7 +62,7 @@ def replays(
 
   Args:
     replays: the result of `instruments.replay` for each rule, by the name to
-      show in the legend.
+      show in the legend, where a "$" does not begin mathematics.
     ax: matplotlib's Axes to draw into; by default, those of a new figure.
 
   Returns:
@@ -111,7 +111,7 @@ def replays(
   )
   histories = {}
   for label, each in replays.items():
-    told = f"{label}: {each.lost_steps} lost"
+    told = f"{axes_lib.plain(label)}: {each.lost_steps} lost"
     if not np.isnan(each.mean_headroom):
       told += f", {each.mean_headroom:.1f} bits"
     histories[told] = each.history

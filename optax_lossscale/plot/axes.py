@@ -94,6 +94,17 @@ def legend_above(axes: Axes, side: str, ncols: int = 1) -> None:
   axes.legend(fontsize="small", frameon=False, ncols=ncols, **where)
 
 
+def plain(name: object) -> str:
+  r"""Returns a user's name as text that matplotlib shows literally.
+
+  It would read what is between two "$" as mathematics, and leave a line whose
+  name begins with "_" out of the legend.
+  """
+  # No font draws the surrogates of a file's name that is not UTF-8.
+  text = str(name).encode(errors="backslashreplace").decode()
+  return " " * text.startswith("_") + text.replace("$", r"\$")
+
+
 def power_of_two(exponent: int) -> str:
   """Returns a power of two in matplotlib's notation."""
   return f"$2^{{{exponent}}}$"

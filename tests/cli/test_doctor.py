@@ -85,6 +85,9 @@ def test_without_a_device_the_versions_and_one_line_remain(
     "optax-lossscale doctor: error: JAX starts no device; is JAX_PLATFORMS "
     "right? no driver\n"
   )
+  trace = documents.ROOT / "tests/traces/amax_digits.csv"
+  assert cli.main(["simulate", str(trace)]) == 2
+  assert capsys.readouterr() == ("", err.replace("doctor", "simulate"))
 
 
 def test_the_page_shows_the_table_with_its_columns_and_rows(seen):
@@ -120,14 +123,19 @@ def test_compilers_go_into_no_environment_that_is_there(tmp_path, capsys):
   assert cli.main(["doctor", "--make-compilers", str(tmp_path)]) == 2
   assert "must be new, got" in capsys.readouterr().err
   assert not [*tmp_path.iterdir()]
+  (tmp_path / "\x1b").symlink_to("nowhere")
+  assert cli.main(["doctor", "--make-compilers", f"{tmp_path}/\x1b"]) == 2
+  assert rf"must be new, got {tmp_path}/\x1b:" in capsys.readouterr().err
 
 
 def test_casts_need_compilers_and_a_target_that_is_known(monkeypatch, capsys):
-  monkeypatch.setenv("OPTAX_LOSSSCALE_COMPILERS", "/nowhere")
-  for targets, words in (
-    ("h200", "must be installed, got '/nowhere'; run `optax-lossscale doctor"),
-    ("h200,v5", "got 'v5'; did you mean 'v5e'?"),
+  missing = "must be installed, got {!r}; run `optax-lossscale doctor"
+  for place, targets, words in (
+    ("/nowhere", "h200", missing),
+    ("~no such user", "h200", missing),
+    ("/nowhere", "h200,v5", "got 'v5'; did you mean 'v5e'?"),
   ):
+    monkeypatch.setenv("OPTAX_LOSSSCALE_COMPILERS", place)
     assert cli.main(["doctor", "--on", targets]) == 2
     out, err = capsys.readouterr()
-    assert not out and words in err and err.count("\n") == 1
+    assert not out and words.format(place) in err and err.count("\n") == 1

@@ -74,6 +74,19 @@ def test_a_full_disk_ends_with_a_sentence(command, tmp_path):
   assert done.returncode == 1
 
 
+def test_a_stream_that_is_closed_loses_no_error(monkeypatch, capsys):
+  with monkeypatch.context() as closed:
+    closed.setattr(sys, "stderr", None)
+    assert cli.main(["simulate", "nowhere.csv"]) == cli.main([]) == 2
+  assert capsys.readouterr().out == ""
+  with monkeypatch.context() as closed:
+    closed.setattr(sys, "stdout", None)
+    assert cli.main(["--help"]) == 1
+  assert capsys.readouterr().err == (
+    "optax-lossscale: error: cannot print the output: it is closed\n"
+  )
+
+
 @pytest.mark.slow
 def test_a_closed_pipe_ends_with_a_sentence(tmp_path):
   with subprocess.Popen(

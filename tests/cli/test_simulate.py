@@ -1,9 +1,14 @@
 """`simulate`: bad input, the table and advice."""
 
+import io
 import math
+import os
+import re
 import subprocess
 import sys
+import warnings
 
+import jax
 import pytest
 
 from optax_lossscale import cli
@@ -53,7 +58,7 @@ def test_bad_input_is_answered_with_one_line(
 @pytest.mark.parametrize(
   ("text", "words"),
   [
-    (None, "No such file"),
+    (None, "No such file or directory: "),
     ("amax\nx\n", "line 2, column amax: must be a number from 0"),
   ],
 )
@@ -67,6 +72,57 @@ def test_a_history_that_cannot_be_read_is_refused_by_name(
   out, err = capsys.readouterr()
   assert out == "" and err.count("\n") == 1
   assert "argument HISTORY" in err and str(path) in err and words in err
+
+
+@pytest.mark.parametrize(
+  ("name", "shown"),
+  [
+    ("\x1b[2Ja\n\x9b.csv", r"\x1b[2Ja\n\x9b.csv"),
+    ("a\u202evsc.exe", r"a\u202evsc.exe"),
+    (os.fsdecode(b"\xff  b"), r"\udcff  b"),
+    ("\u00e9", r"\xe9"),
+  ],
+)
+def test_a_name_does_nothing_to_a_terminal(name, shown, history, monkeypatch):
+  monkeypatch.chdir(history.parent)
+  history.rename(name)
+  terminal = io.TextIOWrapper(io.BytesIO(), "ascii", write_through=True)
+  monkeypatch.setattr(sys, "stdout", terminal)
+  monkeypatch.setattr(sys, "stderr", terminal)
+  rule = "dynamic:8,\n\x1fgrowth_interval=3"
+  assert simulate(name, "--rule", rule, "--advise") == 0
+  (history.parent / name).write_text("amax\nx")
+  assert simulate(name) == simulate(f"{name}!") == 2
+  seen = terminal.buffer.getvalue().decode()
+  for words in (
+    f"{shown}, 121 steps\n",
+    r"dynamic:8,\n\x1fgrowth_interval=3:",
+    f"HISTORY: {shown}: line 2, column amax",
+    f"No such file or directory: {shown}!\n",
+  ):
+    assert words in seen
+  assert seen.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize(
+  ("words", "answer"),
+  [
+    (["-x.csv"], "error: .* HISTORY; for the file write ./-x.csv"),
+    ([""], "error: argument HISTORY: must name a file, got ''"),
+    (["./-x.csv", "--rule=fixed:9"], "error: argument --rule: .*: take 8.0."),
+    (["./-x.csv", "--rule=fixed:9"], "warning: argument --rule: .*take 8.0."),
+  ],
+)
+def test_a_name_or_rule_that_may_be_a_mistake_gets_one_line(
+  words, answer, history, monkeypatch, capsys
+):
+  monkeypatch.chdir(history.parent)
+  history.rename("-x.csv")
+  is_error = answer.startswith("error")
+  with warnings.catch_warnings(action="error" if is_error else "always"):
+    assert simulate(*words) == 2 * is_error
+  found = capsys.readouterr().err
+  assert re.fullmatch(f"optax-lossscale simulate: {answer}\n", found)
 
 
 def test_table_has_the_figures_of_each_rule(history, capsys):
@@ -113,7 +169,9 @@ def test_dtype_and_hardware_count(tmp_path, capsys):
 
 def test_advice_is_given_on_each_rule(history, capsys):
   rules = ("--rule", "npu_fixed:loss_scale=2**20", "--rule", "fixed:2**13")
-  assert simulate(history, *rules, "--advise") == 0
+  # A program may forbid these in its steps.
+  with jax.transfer_guard("disallow"), jax.debug_infs(True):
+    assert simulate(history, *rules, "--advise") == 0
   lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
   first = lines.index("npu_fixed:loss_scale=2**20:")
   # The recorded overflow leaves 2**9; 2 bits of headroom are kept free.

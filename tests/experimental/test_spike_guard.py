@@ -110,9 +110,12 @@ def test_it_finds_the_spikes_of_the_definition(guard):
   assert state.restarts == restarts
 
 
-def test_spikes_begin_above_the_limit():
+# At 2**126 and above, the reciprocal is subnormal.
+@pytest.mark.parametrize("level", [5.0, 1e38])
+def test_spikes_begin_above_the_limit(level):
   guard = experimental.SpikeGuard(sigma=6.0, window=64)
-  values = np.random.default_rng(0).normal(5.0, 0.1, 100).astype(np.float32)
+  noise = np.random.default_rng(0).normal(1.0, 0.02, 100)
+  values = np.float32(level * noise)
   _, state = watch(guard, values)
   last = values[-64:].astype(np.float64)
   limit = np.float32(guard.limit(state))

@@ -2,6 +2,8 @@
 
 import math
 import os
+import resource
+import stat
 
 import numpy as np
 import pytest
@@ -42,6 +44,34 @@ def test_a_written_history_is_read_bit_for_bit(tmp_path):
   with pytest.raises(ValueError, match="shorter"):
     instruments.write_history(path, HISTORY._replace(amax=HISTORY.amax[:2]))
   assert_same_bits(instruments.read_history(path), HISTORY)
+
+
+def test_a_history_is_written_as_a_whole_and_through_no_link(tmp_path):
+  path, link = tmp_path / "h.csv", tmp_path / "link"
+  path.write_text("old")
+  path.chmod(0o606)
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))  # A full disk.
+  try:
+    with pytest.raises(OSError, match="too large: .*h.csv"):
+      instruments.write_history(path, HISTORY)
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  assert path.read_text() == "old"
+  link.symlink_to(path)
+  instruments.write_history(link, HISTORY)
+  assert path.read_text() == "old" and not link.is_symlink()
+  instruments.write_history(path, HISTORY)
+  assert path.read_bytes() == link.read_bytes()
+  modes = [stat.S_IMODE(x.stat().st_mode) for x in (path, link)]
+  assert modes[0] == 0o606 != modes[1]
+  assert {*tmp_path.iterdir()} == {path, link}
+  os.mkfifo(link.with_name("pipe"))
+  both = os.open(link.with_name("pipe"), os.O_RDWR | os.O_NONBLOCK)
+  for place in (link.with_name("pipe"), f"/dev/fd/{both}"):
+    instruments.write_history(place, HISTORY)
+    assert os.read(both, 9999) == path.read_bytes()
+  os.close(both)
 
 
 @pytest.mark.parametrize(
