@@ -35,6 +35,9 @@ EXPECTED = {
   "test_an_fp8_history_is_looked_at_in_each_micro_batch": _HISTORIES,
   "test_check_step_finds_the_places_where_something_moves": _MISTAKES,
   "test_gradients_that_are_not_scaled_are_named": _MISTAKES,
+  "test_each_stack_skips_and_then_makes_the_step_of_float32": (
+    "their counts move, and an accumulator holds scaled gradients"
+  ),
   "test_save_and_resume_with_orbax": "its step counts skipped steps, too",
   "test_the_step_is_checked_and_statistics_set_after_it_are_named": _MISTAKES,
   "test_the_step_is_checked_and_what_is_forgotten_is_named": _MISTAKES,

@@ -21,7 +21,8 @@ URL = PROJECT["urls"]["Source"]
 PYTHONS = re.findall(r"Python :: (3\.\d+)", str(PROJECT["classifiers"]))
 WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
 FORMS = [
-  ROOT / ".github/ISSUE_TEMPLATE" / name for name in ("bug.yml", "feature.yml")
+  ROOT / ".github/ISSUE_TEMPLATE" / name
+  for name in ("bug.yml", "feature.yml", "figures.yml")
 ]
 LOADED = {path.stem: yaml.safe_load(path.read_text()) for path in WORKFLOWS}
 JOBS = {
@@ -221,6 +222,10 @@ def test_a_form_is_one_that_github_accepts(path):
     allowed |= {"render"} if field["type"] == "textarea" else set()
     assert set(field["attributes"]) <= allowed
   assert form["body"][0]["validations"] == {"required": True}
+  for command in re.findall(
+    r"[.\w/]*python -m benchmarks \S+ --[^`]+", str(form)
+  ):
+    assert f"\n{command}\n" in documents.read("docs/costs.md")
 
 
 def test_a_commit_is_checked_as_ci_checks_it():

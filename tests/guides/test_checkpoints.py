@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import subprocess
+import sys
 
 from flax import serialization
 import jax
@@ -57,6 +59,26 @@ def test_save_and_resume_with_orbax(tmp_path):
   assert 3 < resumed["state"]["opt_state"].skipped_steps < 17
   assert support.to_bits(resumed["state"]) == support.to_bits(whole["state"])
 
+  # A program with other devices, in which the library cannot be imported.
+  saved = whole["state"]
+  mesh = support.make_mesh()
+  sharding = NamedSharding(mesh, PartitionSpec(None, "data"))
+  saved["params"] = jax.device_put(saved["params"], sharding)
+  with ocp.CheckpointManager(tmp_path / "sharded") as manager:
+    manager.save(20, args=ocp.args.StandardSave(saved))
+  title = "Read it without this library"
+  code = documents.block(documents.read(PATH), title, "import optax")
+  code = f"""import sys; sys.modules["optax_lossscale"] = None
+folder = {str(tmp_path / "sharded")!r}
+{code}
+for leaf in jax.tree.leaves((params, inner_state, loss_scale)):
+  print(jax.device_get(leaf).tobytes().hex())
+"""
+  printed = subprocess.check_output([sys.executable, "-c", code], text=True)
+  state = saved["opt_state"]
+  read = saved["params"], state.inner_state, ols.get_loss_scale(state)
+  assert printed.split() == [x.hex() for x in support.to_bits(read)]
+
 
 def test_what_is_saved_comes_back_and_trains_on(tmp_path):
   with documents.reading(PATH, **NAMES) as page:
@@ -68,6 +90,12 @@ def test_what_is_saved_comes_back_and_trains_on(tmp_path):
     assert support.to_bits(page["state"]) == support.to_bits(saved)
     sharding = page["state"]["params"]["w"].sharding
     assert sharding.spec == PartitionSpec(None, "model")
+
+    page.run("Read it without this library")
+    support.assert_same_bits(
+      page["inner_state"], saved["opt_state"].inner_state
+    )
+    assert page["loss_scale"] == ols.get_loss_scale(saved["opt_state"])
 
     page.run("One file")
     assert support.to_bits(page["state"]) == support.to_bits(saved)
