@@ -40,7 +40,16 @@ LINES = {
 # Triples of a package, how many lines more it has, and what they are for.
 GROWN: list[tuple[str, int, str]] = [
   ("instruments", 1474, "`compile_report`, and what reads compiled programs"),
-  ("instruments", 491, "`tune_precision`"),
+  ("instruments", 574, "`tune_precision`"),
+  (
+    "instruments",
+    37,
+    "histories written as a whole, replays under any debug switch",
+  ),
+  ("cli", 45, "names, terminals and streams of any kind"),
+  ("plot", 12, "names that matplotlib would read as mathematics"),
+  ("_base", 5, "text that is safe for a terminal"),
+  ("experimental", 3, "values of a guard above 2^126"),
   ("_precision", 788, "remainders, stochastic rounding, bfloat16 moments"),
   ("_autocast", 495, "formats of products: float8, float32 results"),
   ("_autocast", 29, "overrides that leave a scope to the level, or to float8"),
@@ -55,7 +64,7 @@ GROWN: list[tuple[str, int, str]] = [
 SLACK = 10
 
 # The most lines and functions of all tests, and lines of a function.
-MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 31_047, 1_103, 60
+MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 31_624, 1_116, 60
 
 
 def layers():
