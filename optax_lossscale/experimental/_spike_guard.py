@@ -138,8 +138,8 @@ class SpikeGuard:
 
     Returns:
       float32[], inf during the warm-up and once the guard is out of patience.
-      Its rounding error is relative to |mean| + sigma deviations, about 2**-22
-      of them. A limit near 0, as negative values may have, is less accurate.
+      It may be wrong by 2**-22 of the mean's magnitude plus sigma deviations,
+      which is much of a limit near 0, as negative values may have.
     """
     self._check_state(state)
     is_out = state.consecutive_spikes >= self.patience
