@@ -134,7 +134,7 @@ PRODUCTS: Mapping[str, Setting] = {
   ),
 }
 
-# What `tune_precision` finds, with S = 1 as in float32.
+# The findings of `tune_precision`, with S = 1 as in float32.
 _tuned = functools.partial(Setting, rule=ols.FixedLossScale(1.0))
 TUNED: Mapping[str, Setting] = {
   "tuned": _tuned(

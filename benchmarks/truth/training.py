@@ -22,9 +22,6 @@ import optax_lossscale as ols
 # How often a run is scored, after its first score.
 SCORES = 20
 
-# Steps in float32 before a gradient's error is measured.
-BEFORE = 50
-
 
 class Point(NamedTuple):
   """One seed at one step.
@@ -121,27 +118,6 @@ def tune(
   return ols.instruments.tune_precision(
     workload.loss, params, first, confirm_args=(second,), **arguments
   )
-
-
-def begin(
-  workload: workload_lib.Workload, params: workload_lib.Params, steps: int
-) -> workload_lib.Params:
-  """Returns the parameters after the first steps of a training in float32."""
-  workload = dataclasses.replace(workload, steps=10 * steps)
-
-  @jax.jit
-  def run(params: Any) -> Any:
-    def step(state: Any, number: jax.Array) -> Any:
-      params, opt_state = state
-      key = jax.random.fold_in(jax.random.key(1), number)
-      grads = jax.grad(workload.loss)(params, workload.draw(key, params))
-      updates, opt_state = workload.optimizer.update(grads, opt_state)
-      return (optax.apply_updates(params, updates), opt_state), None
-
-    state = params, workload.optimizer.init(params)
-    return lax.scan(step, state, jnp.arange(steps))[0][0]
-
-  return run(params)
 
 
 def _program(

@@ -164,8 +164,8 @@ def tune_precision(
   together. If they are too wrong, halves of them are, down to an eighth. One
   scanned body is one scope.
 
-  Whatever stays float32 is measured with the precision "highest", as the
-  reference is. An error in float16 is the least of those at S = 1, 2^10 and
+  The precision of float32 products is "highest", in the reference and beside
+  lowered scopes. An error in float16 is the least of those at S = 1, 2^10 and
   2^15.
 
   Args:
