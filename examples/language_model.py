@@ -127,10 +127,14 @@ def main(argv=None):
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--steps", type=int, default=200, help="of each run")
   parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--figure", metavar="FILE", help="needs matplotlib")
+  parser.add_argument(
+    "--figure", type=pathlib.Path, metavar="FILE", help="needs matplotlib"
+  )
   arguments = parser.parse_args(argv)
   if arguments.figure:
-    draw({}, arguments.figure)  # What fails should fail now.
+    # An old picture stays until there is a new one. What fails should fail now.
+    beside = arguments.figure.with_name(f"new_{arguments.figure.name}")
+    draw({}, beside)
 
   symbols = read_symbols()
   symbols, rest = np.split(symbols, [len(symbols) - len(symbols) // 10])
@@ -146,7 +150,8 @@ def main(argv=None):
       *(f"   2^{np.log2(scale):.0f}" for scale in scales[-1:]),
     )
   if arguments.figure:
-    draw(results, arguments.figure)
+    draw(results, beside)
+    beside.replace(arguments.figure)
   print("\nNext: wrap your own optimizer, as README.md shows under 'Use it'.")
 
 

@@ -1,4 +1,4 @@
-"""The program shows what the README says of it."""
+"""The program shows what the page of the examples says of it."""
 
 import importlib.util
 import itertools
@@ -10,7 +10,7 @@ import pytest
 from tests import documents
 
 PATH = documents.ROOT / "examples" / "language_model.py"
-README = documents.section(documents.read("README.md"), "See it work")
+README = documents.read("examples/README.md")
 
 
 @pytest.fixture
@@ -42,6 +42,16 @@ def small(example, monkeypatch):
   monkeypatch.setattr(example, "BATCH", 16)
 
 
+def _sees_the_old(train, picture):
+  """Lets a run fail if the old picture has gone before the new one is there."""
+
+  def train_with_the_old_one(*arguments):
+    assert picture.read_text() == "old"
+    return train(*arguments)
+
+  return train_with_the_old_one
+
+
 def test_a_small_run_tells_where_it_is_and_draws(
   example, run, small, tmp_path, monkeypatch
 ):
@@ -49,6 +59,8 @@ def test_a_small_run_tells_where_it_is_and_draws(
   clock = types.SimpleNamespace(monotonic=itertools.count(step=6).__next__)
   monkeypatch.setattr(example, "time", clock)
   picture = tmp_path / "runs.png"
+  picture.write_text("old")
+  monkeypatch.setattr(example, "train", _sees_the_old(example.train, picture))
   told, rows, below = run("--steps=3", f"--figure={picture}")
   assert told == [
     f"{name}: step {step} of 3" for name in example.RUNS for step in (1, 2, 3)
@@ -61,6 +73,7 @@ def test_a_small_run_tells_where_it_is_and_draws(
   ]
   assert below.startswith("Next: ")
   assert picture.read_bytes().startswith(b"\x89PNG")
+  assert [x.name for x in tmp_path.iterdir()] == ["runs.png"]
 
 
 @pytest.mark.long
