@@ -5,12 +5,16 @@ outputs anew.
 """
 
 import ast
+import importlib.util
 import pathlib
 import re
+import shutil
 import sys
 import tempfile
+import tomllib
 import types
 
+from IPython.core import interactiveshell
 import jax
 import jax.numpy as jnp
 import jupyter_client
@@ -124,6 +128,39 @@ def test_what_is_stored_was_run_in_order_without_errors_and_warnings(path):
     assert output.get("name") != "stderr"
 
 
+@each_notebook
+def test_a_notebook_opens_in_colab_and_installs_the_library_there(
+  path, monkeypatch, tmp_path
+):
+  """A GPU gets JAX for CUDA. Where the library is, nothing is installed."""
+  url = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+  home = url["Source"].removeprefix("https://github.com/")
+  notebook = nbformat.read(path, as_version=4)
+  colab = f"https://colab.research.google.com/github/{home}/blob/main/notebooks"
+  assert f"\n[Open in Colab]({colab}/{path.name})\n" in notebook.cells[0].source
+
+  monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+  shell = interactiveshell.InteractiveShell()
+  installed = []
+  shell.register_magic_function(installed.append, magic_name="pip")
+  find_spec, first = importlib.util.find_spec, code_cells(notebook)[0].source
+  assert shell.run_cell(first).success and not installed
+  monkeypatch.setattr(
+    importlib.util,
+    "find_spec",
+    lambda name, *rest: (
+      None if name == ols.__name__ else find_spec(name, *rest)
+    ),
+  )
+  for found in (None, "/usr/bin/nvidia-smi"):
+    monkeypatch.setattr(shutil, "which", lambda name, found=found: found)
+    assert shell.run_cell(first).success
+  assert installed == [
+    f'install -q "optax-lossscale[{extras}] @ git+{url["Source"]}"'
+    for extras in ("plot", "cuda,plot")
+  ]
+
+
 # MindSpore's classes, to be copied from the notebook.
 
 
@@ -132,7 +169,7 @@ def of_mindspores_notebook(*classes):
   path = ROOT / "notebooks/mindspore_mixed_precision.ipynb"
   names = {"jax": jax, "jnp": jnp, "np": np, "ols": ols, "optax": optax}
   for cell in code_cells(nbformat.read(path, as_version=4)):
-    tree = ast.parse(re.sub(r"^%.*", "", cell.source, flags=re.MULTILINE))
+    tree = ast.parse(re.sub(r"^( *)%.*", r"\1pass", cell.source, flags=re.M))
     chosen = [x for x in tree.body if getattr(x, "name", None) in classes]
     exec(ast.unparse(ast.Module(chosen, [])), names)
   return names

@@ -1,15 +1,18 @@
 """What the README shows works as printed."""
 
+import email
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
 
+import hatchling.build
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from readme_renderer import markdown
 
 import optax_lossscale as ols
 from tests import documents
@@ -17,9 +20,11 @@ from tests import documents
 README = documents.read("README.md")
 (PROGRAM,) = documents.blocks(README)
 (SHOWN,) = documents.blocks(README, "text")
+RELEASE = documents.ROOT / "docs" / "release.md"
 # Pages whose commands follow the set-up that the README gives.
 FOLLOWING = [
-  *sorted((documents.ROOT / "docs").rglob("*.md")),
+  # A release needs other programs; tests/test_repository.py has its steps.
+  *sorted({*(documents.ROOT / "docs").rglob("*.md")} - {RELEASE}),
   documents.ROOT / "examples" / "README.md",
   documents.ROOT / "notebooks" / "README.md",
   documents.ROOT / "CONTRIBUTING.md",
@@ -105,3 +110,36 @@ def test_bfloat16_parameters_and_their_state_take_the_bytes_of_the_table():
     stored = jax.tree.leaves((params, jax.eval_shape(tx.init, params)))
     each = sum(x.size * x.dtype.itemsize for x in stored) / params.size
     assert each == pytest.approx(int(shown), abs=1e-3), code
+
+
+def test_the_package_index_renders_it_with_links_that_lead_there(
+  tmp_path, monkeypatch
+):
+  monkeypatch.chdir(documents.ROOT)
+  name = hatchling.build.prepare_metadata_for_build_wheel(str(tmp_path))
+  metadata = email.message_from_string(
+    (tmp_path / name / "METADATA").read_text()
+  )
+  assert metadata["Description-Content-Type"] == "text/markdown"
+  rendered = markdown.render(metadata.get_payload())
+  links = re.findall(r'<(?:a|img)\b[^>]* (?:href|src)="([^"]+)"', rendered)
+  # The renderer gives each heading a link to itself.
+  links = [link for link in links if not link.startswith("#user-content-")]
+  assert len(links) == len(re.findall(r"\]\(", README))
+  home = metadata.get_all("Project-URL")
+  (source,) = (x.split(", ")[1] for x in home if x.startswith("Source"))
+  raw = source.replace("github.com", "raw.githubusercontent.com")
+  tag = f"v{ols.__version__}"
+  headings = re.findall(r"^#+ (.*)$", README, re.MULTILINE)
+  headings = {heading.lower().replace(" ", "-") for heading in headings}
+  pictures = 0
+  for link in links:
+    assert link.startswith("https://"), link
+    for files in (f"{source}/blob/{tag}/", f"{raw}/{tag}/"):
+      if link.startswith(files):
+        path, _, anchor = link.removeprefix(files).partition("#")
+        assert (documents.ROOT / path).is_file(), link
+        assert not anchor or anchor in headings, link
+        assert (path.endswith(".png")) == (files.startswith(raw)), link
+        pictures += path.endswith(".png")
+  assert pictures == 1

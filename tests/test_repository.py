@@ -4,8 +4,10 @@ The workflows cannot run here. Each of their commands is a part of .ci/run.
 """
 
 import ast
+import datetime
 import pathlib
 import re
+import shutil
 import subprocess
 import tomllib
 
@@ -14,10 +16,13 @@ import yaml
 
 import optax_lossscale as ols
 from tests import documents
+from tools import set_home
 
 ROOT = documents.ROOT
 PROJECT = tomllib.loads(documents.read("pyproject.toml"))["project"]
 URL = PROJECT["urls"]["Source"]
+HOME = URL.removeprefix("https://github.com/")
+SITE = "{}.github.io/{}".format(*HOME.split("/")).lower()
 PYTHONS = re.findall(r"Python :: (3\.\d+)", str(PROJECT["classifiers"]))
 WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
 FORMS = [
@@ -29,6 +34,19 @@ JOBS = {
   f"{workflow}-{name}": job
   for workflow, loaded in LOADED.items()
   for name, job in loaded["jobs"].items()
+}
+# The rights of a job, the variable that lets it run, and what it does.
+WITH_RIGHTS = {
+  "release-publish": (
+    {"id-token": "write"},
+    "PUBLISH_TO_PYPI",
+    ["download-artifact", "pipx run 'twine>=6.1' upload"],
+  ),
+  "pages-deploy": (
+    {"id-token": "write", "pages": "write"},
+    "PUBLISH_TO_PAGES",
+    ["deploy-pages"],
+  ),
 }
 CITATION = yaml.safe_load(documents.read("CITATION.cff"))
 
@@ -53,7 +71,9 @@ def parts():
 
 def runs():
   """Yields every command of the workflows, for each value of its matrix."""
-  for job in JOBS.values():
+  for name, job in JOBS.items():
+    if name in WITH_RIGHTS:
+      continue  # They run nothing of the repository, as a test below says.
     matrix = job.get("strategy", {}).get("matrix", {})
     for step in job["steps"]:
       if "run" in step:
@@ -64,7 +84,7 @@ def runs():
 
 def test_a_workflow_runs_nothing_but_parts_of_ci():
   listed = parts()
-  assert len(listed) == 8
+  assert len(listed) == 9
   used = set()
   for _, _, text in runs():
     program, part, *arguments = text.split()
@@ -112,17 +132,19 @@ def test_only_publishing_gets_a_right_and_only_once_it_is_set_up():
   with_rights = {
     name: job for name, job in JOBS.items() if "permissions" in job
   }
-  assert list(with_rights) == ["release-publish"]
-  publish = with_rights["release-publish"]
-  assert publish["permissions"] == {"id-token": "write"}
-  assert publish["if"] == "vars.PUBLISH_TO_PYPI == 'true'"
-  assert "`PUBLISH_TO_PYPI` is `true`" in documents.one_line(
-    documents.read("docs/maintaining.md")
-  )
+  assert with_rights.keys() == WITH_RIGHTS.keys()
+  page = documents.one_line(documents.read("docs/release.md"))
+  for name, (rights, variable, does) in WITH_RIGHTS.items():
+    job = with_rights[name]
+    assert job["permissions"] == rights
+    assert job["if"] == f"vars.{variable} == 'true'"
+    assert f"gh variable set {variable} --body true" in page
+    # It runs no code of the repository beside that right.
+    steps = [step.get("run", step.get("uses")) for step in job["steps"]]
+    for step, what in zip(steps, does, strict=True):
+      assert what in step
   # YAML reads the key `on` as True.
   assert LOADED["release"][True] == {"push": {"tags": ["v*"]}}
-  # It runs no code of the repository beside that right.
-  assert not [step for step in publish["steps"] if "run" in step]
 
 
 @each_job
@@ -130,7 +152,8 @@ def test_a_job_ends_and_uses_actions_of_a_known_version(job):
   assert job["timeout-minutes"] <= 60
   for step in job["steps"]:
     if "uses" in step:
-      assert re.search(r"@(v\d+|release/v\d+|[0-9a-f]{40})$", step["uses"])
+      # A tag can be moved to other code, a hash cannot.
+      assert re.search(r"^actions/[\w-]+@[0-9a-f]{40}$", step["uses"])
     if "checkout" in step.get("uses", ""):
       assert step["with"] == {"persist-credentials": False}
 
@@ -171,6 +194,29 @@ def test_a_release_has_a_date_in_the_changelog_and_in_the_citation():
     assert str(CITATION["date-released"]) == when
 
 
+def test_the_steps_of_a_release_set_its_version_and_its_date(tmp_path):
+  page = documents.read("docs/release.md")
+  assert re.findall(r"^(\d+)\. ", page, re.MULTILINE) == [
+    str(number) for number in range(1, 11)
+  ]
+  files = "CHANGELOG.md", "CITATION.cff", "README.md", "optax_lossscale"
+  for name in files:
+    copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
+    copy(ROOT / name, tmp_path / name)
+  # A second release has a date already, which is replaced.
+  for command in 2 * re.findall(r"^ +(sed .*)$", page, re.MULTILINE):
+    subprocess.run(["bash", "-ec", command], cwd=tmp_path, check=True)
+  citation = yaml.safe_load((tmp_path / "CITATION.cff").read_text())
+  assert citation["version"] == "0.2.0"
+  assert citation["date-released"] == datetime.date.today()
+  assert citation["cff-version"] == CITATION["cff-version"]
+  changes = (tmp_path / "CHANGELOG.md").read_text()
+  assert f"\n## 0.1.0 ({datetime.date.today()})\n" in changes
+  assert "Version 0.2.0, for jax" in (tmp_path / "README.md").read_text()
+  package = (tmp_path / "optax_lossscale" / "__init__.py").read_text()
+  assert '\n__version__ = "0.2.0"\n' in package
+
+
 def test_the_citation_is_that_of_the_package():
   assert CITATION["version"] == ols.__version__
   assert CITATION["license"] == PROJECT["license"]
@@ -180,31 +226,64 @@ def test_the_citation_is_that_of_the_package():
   assert CITATION["repository-code"] == URL
 
 
-def test_the_url_is_the_same_everywhere():
-  pattern = re.compile(r"https?://[\w./-]*?/(?:optax[-_]lossscale)[\w./-]*")
+def addresses(root, names, home):
+  """Returns the addresses of a home in these files."""
+  site = "{}.github.io/{}".format(*home.split("/"))
+  texts = [(root / name).read_text(errors="replace") for name in names]
+  found = re.findall(r"https?://[^\s)\"'<>`]+", "\n".join(texts))
+  return [x for x in found if home in x or site.lower() in x.lower()]
+
+
+def test_one_command_moves_the_repository_to_another_address(tmp_path, capsys):
+  listed = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
+  done = subprocess.run(
+    ["git", *listed], cwd=ROOT, capture_output=True, text=True
+  )
+  if done.returncode:
+    pytest.skip("The sources are not those of a clone.")
+  names = sorted(name for name in done.stdout.split("\0") if name)
+  for name in names:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(ROOT / name, tmp_path / name)
+  for command in ("init", "add"):
+    subprocess.run(["git", command, "."], cwd=tmp_path, check=True)
+  before = addresses(tmp_path, names, HOME)
+  assert len(before) >= 20
+
+  new = "Jane-D/scaling.jax"
+  set_home.main([new], tmp_path)
+  assert len(addresses(tmp_path, names, new)) == len(before)
+  assert not addresses(tmp_path, names, HOME)
+  changed = capsys.readouterr().out.splitlines()
+  assert {"README.md", "pyproject.toml", "notebooks/quickstart.ipynb"} <= set(
+    changed
+  )
+  set_home.main([HOME], tmp_path)
+  for name in names:
+    assert (tmp_path / name).read_bytes() == (ROOT / name).read_bytes(), name
+
+
+@pytest.mark.parametrize(
+  "home",
+  ["optax-lossscale", "https://github.com/jane/scaling", "a/b.git", "a/"],
+)
+def test_an_address_that_github_does_not_allow_is_refused(
+  home, tmp_path, capsys
+):
+  with pytest.raises(SystemExit):
+    set_home.main([home], tmp_path)
+  assert f"must be OWNER/NAME, such as jane/optax-lossscale, got {home!r}" in (
+    documents.one_line(capsys.readouterr().err)
+  )
+
+
+def test_every_address_is_that_of_the_project():
   for name, url in PROJECT["urls"].items():
-    assert url == URL or url.startswith(f"{URL}/"), name
-  found = 0
-  for path in [
-    *ROOT.glob("*.*"),
-    *ROOT.glob("docs/**/*.md"),
-    *ROOT.glob("docs/*.py"),
-    *ROOT.glob("notebooks/*"),
-    *ROOT.glob(".github/**/*.*"),
-    *ROOT.glob("optax_lossscale/**/*.py"),
-  ]:
-    if path.is_file() and path.suffix in (
-      ".cff",
-      ".ipynb",
-      ".md",
-      ".py",
-      ".toml",
-      ".yml",
-    ):
-      for url in pattern.findall(path.read_text()):
-        assert url.startswith(URL), f"{path}: {url}"
-        found += 1
-  assert found >= 10
+    assert url.startswith((URL, f"https://{SITE}/")), name
+  found = re.compile(r"github\.com/([\w.-]+/optax[-_]lossscale)\b")
+  for path in [*ROOT.glob("*.*"), *ROOT.glob("docs/**/*.md")]:
+    if path.suffix in (".cff", ".md", ".toml"):
+      assert set(found.findall(path.read_text())) <= {HOME}, path
 
 
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
