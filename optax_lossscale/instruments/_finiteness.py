@@ -85,8 +85,12 @@ def _tests_finiteness(equation: core.JaxprEqn, inputs: Values) -> bool:
   """Returns whether an operation tells finite numbers from others."""
   name, variables = equation.primitive.name, equation.invars
   is_nan = name in ("ne", "eq") and variables[0] is variables[-1]
-  return name == "is_finite" or is_nan or any(
-    isinstance(x.constant, float) and math.isinf(x.constant) for x in inputs
+  return (
+    name == "is_finite"
+    or is_nan
+    or any(
+      isinstance(x.constant, float) and math.isinf(x.constant) for x in inputs
+    )
   )
 
 

@@ -84,7 +84,6 @@ class Event(NamedTuple):
   call: named_calls.NamedCall
   values: Values
   place: Place
-  number: int  # Of the call, by which a proof may let it alone overflow.
 
   def of(self, tree: object) -> list[tuple[str, Value]]:
     """Returns the names and values of a tree of positions."""
@@ -98,14 +97,14 @@ class Event(NamedTuple):
 class Interpreter:
   """Interprets a jaxpr.
 
-  The states whose paths are in `overflowing` overflow, and the calls whose
-  numbers are.
+  The states whose paths are in `overflowing` overflow, and the updates whose
+  places are.
   """
 
   def __init__(
     self,
     named: Sequence[named_calls.NamedCall],
-    overflowing: frozenset[str | int] = frozenset(),
+    overflowing: frozenset[str | Place] = frozenset(),
   ) -> None:
     self._named = named
     self._overflowing = overflowing
@@ -401,7 +400,7 @@ class Interpreter:
     if len(jax.tree.leaves(call.inputs)) != len(inputs):
       return None  # A derivative of the call.
     place = (*self._around, equation)
-    event = Event(call.kind, call, inputs, place, number)
+    event = Event(call.kind, call, inputs, place)
     self.events[number, place] = event
     if call.kind == "loss":
       return [x.marked(Fact("loss", True, place)) for x in inputs]
@@ -738,13 +737,13 @@ def _examined(
   event: Event,
   made: Value,
   equation: core.JaxprEqn,
-  overflowing: frozenset[str | int],
+  overflowing: frozenset[str | Place],
 ) -> list[Value]:
   place, (loss_scale, *_) = event.place, event.call.inputs
   finding = event.call.outputs
   scale = None if loss_scale is None else event.values[loss_scale]
   path = scale.scale.path if scale and scale.scale else None
-  overflows = bool(overflowing & {path, event.number})
+  overflows = bool(overflowing & {path, place})
   overflows |= path is None and bool(overflowing)
   grows = scale.degree if scale else Unknown("amax grows with S", False, place)
   share = Unknown("the range that is used depends on S", False, place)

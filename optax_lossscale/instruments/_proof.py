@@ -240,16 +240,17 @@ class _Step:
           break
 
   def _counts(self, pairs: Sequence[_Pair], applied: Sequence[Value]) -> bool:
-    """Returns whether an output is a whole number that follows from the last.
+    """Returns whether an output is a whole number that the old one decides.
 
     A count of what a batch holds follows from the batch, and a loss is no
     whole number.
     """
-    return all(
-      x.after != x.before
-      and np.issubdtype(self.traced.jaxpr.in_avals[x.before].dtype, np.integer)
+    avals = self.traced.jaxpr.in_avals
+    return bool(pairs) and all(
+      not avals[x.before].shape
+      and np.issubdtype(avals[x.before].dtype, np.integer)
       and applied[x.after].identity != Identity(x.before)
-      and {*applied[x.after].all_of("reads")} == {x.name}
+      and applied[x.after].all_of("reads") == {x.name}
       for x in pairs
     )
 
@@ -264,7 +265,7 @@ class _Step:
 
   def run(
     self,
-    overflowing: Collection[str | int] = (),
+    overflowing: Collection[str | _degrees.Place] = (),
     flags: Mapping[int, bool] | None = None,
   ) -> tuple[Sequence[_interpret.Event], list[Value]]:
     """Interprets the step, given the states that overflow."""
@@ -334,8 +335,10 @@ def prove(
   """
   step = _Step(traced, named, next_values, certain, free)
   if not step.states:
-    law = Proved("scale", *_verdicts.SWITCHED_OFF)
-    return Proof((law,), {}, frozenset(), (), ())
+    laws = [Proved("scale", *_verdicts.SWITCHED_OFF)]
+    if any(call.kind == "skip" for call in traced.trace.calls):
+      laws.append(Proved("skip", *_verdicts.SKIPS_UNSEEN))
+    return Proof(tuple(laws), {}, frozenset(), (), ())
   step.ones = frozenset(
     path
     for x in step.run()[0]
@@ -676,14 +679,14 @@ def _skip_law(case: _Case) -> Proved:
 
 def _undone_by_one(case: _Case) -> Iterator[_Problem]:
   """Yields what is undone by half if one of a state's updates is skipped."""
-  numbers: dict[str, set[int]] = {}
+  places: dict[str, list[_degrees.Place]] = {}
   for x in case.of_kind("examine"):
     path = _path_of(x.values[x.call.inputs[0]])
     if x.call.facts["is_gate"] and path is not None:
-      numbers.setdefault(path, set()).add(x.number)
-  for path, updates in numbers.items():
-    for number in updates if len(updates) > 1 else ():
-      _, alone = case.step.run({number}, case.flags)
+      places.setdefault(path, []).append(x.place)
+  for path, updates in places.items():
+    for place in updates if len(updates) > 1 else ():
+      _, alone = case.step.run({place}, case.flags)
       which = f"only one of {len(updates)} updates of a step is skipped"
       yield from _undone(case, alone, path, which, _verdicts.EACH)
 

@@ -73,8 +73,8 @@ TOGETHER = (
   "each `update` an overflow= that says whether any gradient overflows."
 )
 EACH = (
-  "Keep the old values once for each `update`: with a select_on_skip behind it, "
-  "or in NNX an undo_on_skip around it."
+  "Keep the old values once for each `update`: with a select_on_skip behind "
+  "it, or in NNX an undo_on_skip around it."
 )
 TOLD = (
   "Find an overflow before that, and tell `update` of it: update(..., "
@@ -184,6 +184,11 @@ _ALL_WIDE = (
   'ols.autocast(loss_fn, "O1") or dtype=jnp.float16 is missing.',
 )
 
+SKIPS_UNSEEN = (
+  "open",
+  "With rule=None the check does not look at what a `skip` keeps.",
+  "Check the step with FixedLossScale(1.0), whose skips it looks at.",
+)
 NO_TRACE = "JAX cannot trace the step"
 
 _REPORT = (
