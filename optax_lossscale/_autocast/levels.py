@@ -140,8 +140,12 @@ LEVELS: Mapping[str, Level] = {
 def find_level(level: object) -> Level:
   """Returns the level with this name."""
   if not isinstance(level, str) or level not in LEVELS:
+    alike = [x for x in LEVELS if x.lower() == str(level).lower()]
+    remedy = f"; did you mean {alike[0]}?" if alike else "."
+    if arguments.read_dtype(level)[0] is not None:
+      remedy = "; pass a dtype as `dtype`."
     raise ValueError(
-      f"`level` must be one of {', '.join(LEVELS)}, got {shown(level)}."
+      f"`level` must be one of {', '.join(LEVELS)}, got {shown(level)}{remedy}"
     )
   return LEVELS[level]
 

@@ -66,6 +66,9 @@ class ScaledValueAndGrad:
   def __call__(self, *args: object, **kwargs: object) -> tuple[Any, ArrayTree]:
     loss_scale = self._loss_scale()
     value, scaled_grads = self._at(loss_scale)(*args, **kwargs)
+    loss, *aux = value if self._has_aux else (value,)
+    loss = named_calls.noted("loss", loss)
+    value = (loss, *aux) if self._has_aux else loss
     provenance.note(scaled_grads, "scaled", loss_scale, self._opt_state)
     return value, scaled_grads
 

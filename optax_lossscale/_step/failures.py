@@ -44,19 +44,21 @@ def raise_if_failed(
   DeepSpeed, fairseq and MindSpore end a run once loss scaling can no longer
   help. Their presets record such a failure permanently in the state (unless
   raise_error_at_min_scale=False), and then this function raises with or without
-  a limit. With any other rule it raises only if a limit is set.
+  a limit. Any other rule goes on for ever, so it needs a limit.
 
   Args:
     opt_state: an optimizer's state with loss scaling anywhere in it.
     max_consecutive_skips: how many skipped steps in a row to allow, with any
-      rule; None allows any number. Every step is skipped while S comes down
-      from an initial value that is too large, so be generous: 100, say.
+      rule; None allows any number, with a preset that ends the run itself.
+      Every step is skipped while S comes down from an initial value that is too
+      large, so be generous: 100, say.
 
   Raises:
     FloatingPointError: if more steps than the limit were skipped in a row, or
       if the preset's system would have raised.
     TypeError: if the state is traced, or the limit is not an integer.
-    ValueError: if `opt_state` holds no loss scale, or the limit is below 1.
+    ValueError: if `opt_state` holds no loss scale, the limit is below 1, or
+      there is none and no rule in `opt_state` ever ends a run.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -78,6 +80,12 @@ def raise_if_failed(
       "max_consecutive_skips", max_consecutive_skips
     )
   states = _states.require_states(opt_state)
+  if max_consecutive_skips is None and not any(map(_may_end, states.values())):
+    raise ValueError(
+      "`max_consecutive_skips` must be a number with a rule that never ends a "
+      "run, got None; raise_if_failed(opt_state, 100) allows 100 skipped steps "
+      "in a row."
+    )
   for path, state in states.items():
     # Convert the count to an array, since NNX keeps it in a variable.
     if isinstance(jnp.asarray(state.consecutive_skips), jax.core.Tracer):
@@ -97,15 +105,25 @@ def raise_if_failed(
       raise FloatingPointError(f"{place}{why}; S is {loss_scale}.")
 
 
-def _end_of_system(
-  state: _states.LossScalingState,
-) -> tuple[_Place, str] | None:
-  """Returns the run (if vmapped) that the rule has given up, and the reason."""
+def _rule_state(state: _states.LossScalingState) -> object:
+  """Returns the state of the rule itself."""
   rule_state = state.loss_scale_state
   # A wrapping rule's state, such as WarmStart's, holds the inner rule's state.
   while hasattr(rule_state, "rule_state"):
     rule_state = rule_state.rule_state
-  failure = getattr(rule_state, "failure", None)
+  return rule_state
+
+
+def _may_end(state: _states.LossScalingState) -> bool:
+  """Returns whether the rule, or its system, may end a run."""
+  return getattr(_rule_state(state), "failure", None) is not None
+
+
+def _end_of_system(
+  state: _states.LossScalingState,
+) -> tuple[_Place, str] | None:
+  """Returns the run (if vmapped) that the rule has given up, and the reason."""
+  failure = getattr(_rule_state(state), "failure", None)
   failure = np.asarray(0 if failure is None else failure)
   first = _largest(failure != 0)
   return (first, _CONDITIONS[failure[first]]) if failure[first] else None

@@ -292,6 +292,8 @@ def require_states(opt_state: object) -> dict[str, LossScalingState]:
     remedy = "for the S of a rule's own state pass its `loss_scale`"
   elif hasattr(opt_state, "init") and hasattr(opt_state, "update"):
     remedy = "pass what the optimizer's init made: opt_state = tx.init(params)"
+  elif callable(opt_state):
+    remedy = "the function comes first, then the state"
   elif "loss_scale_state" in keys:
     remedy = RESTORE
   else:

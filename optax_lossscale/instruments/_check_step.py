@@ -209,7 +209,7 @@ def _report(
       if isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
         error.add_note("A step that JAX cannot trace must be given arrays.")
       raise
-    text = f"JAX cannot trace the step ({type(error).__name__}) to see it."
+    text = f"{_verdicts.NO_TRACE} ({type(error).__name__}), and so not see it."
     precision, is_narrow = _verdicts.Law("precision", "not applied", text), True
     outputs = _runs.outputs_of(run, named)
   if traced:

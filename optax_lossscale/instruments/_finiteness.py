@@ -57,11 +57,8 @@ def tested_by(
   """Returns a mark if a test may find out which scaled values are finite."""
   name, variables = equation.primitive.name, equation.invars
   is_nan = name in ("ne", "eq") and variables[0] is variables[-1]
-  has_inf = any(
-    isinstance(x.constant, float) and math.isinf(x.constant) for x in inputs
-  )
   scaled, is_sure = data_of(inputs)
-  if name == "is_finite" or is_nan or has_inf:
+  if _tests_finiteness(equation, inputs):
     scaled = [x for x in inputs if x.scales and not x.is_pure]
     scaled = [x for x in scaled if x.may_be_inf or x.all_of("undefined")]
     if not scaled:
@@ -73,6 +70,28 @@ def tested_by(
     return Fact("tested", is_sure, place, known, scaled[0].key)
   # An inf is also larger than other numbers, and differs from them.
   return Fact("tested", False, place) if scaled else None
+
+
+def doubted_by(
+  equation: core.JaxprEqn, inputs: Values, place: Place
+) -> Fact | None:
+  """Returns a mark if a test finds out whether the loss is finite."""
+  is_doubt = any(x.mark("loss") for x in inputs)
+  is_test = _tests_finiteness(equation, inputs)
+  return Fact("doubted", True, place) if is_doubt and is_test else None
+
+
+def _tests_finiteness(equation: core.JaxprEqn, inputs: Values) -> bool:
+  """Returns whether an operation tells finite numbers from others."""
+  name, variables = equation.primitive.name, equation.invars
+  is_nan = name in ("ne", "eq") and variables[0] is variables[-1]
+  return (
+    name == "is_finite"
+    or is_nan
+    or any(
+      isinstance(x.constant, float) and math.isinf(x.constant) for x in inputs
+    )
+  )
 
 
 def combined(name: str, tested: Fact, inputs: Values) -> Fact:

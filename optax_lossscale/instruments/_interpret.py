@@ -95,12 +95,16 @@ class Event(NamedTuple):
 
 
 class Interpreter:
-  """Interprets a jaxpr; the states in `overflowing` overflow."""
+  """Interprets a jaxpr.
+
+  The states whose paths are in `overflowing` overflow, and the updates whose
+  places are.
+  """
 
   def __init__(
     self,
     named: Sequence[named_calls.NamedCall],
-    overflowing: frozenset[str] = frozenset(),
+    overflowing: frozenset[str | Place] = frozenset(),
   ) -> None:
     self._named = named
     self._overflowing = overflowing
@@ -398,6 +402,8 @@ class Interpreter:
     place = (*self._around, equation)
     event = Event(call.kind, call, inputs, place)
     self.events[number, place] = event
+    if call.kind == "loss":
+      return [x.marked(Fact("loss", True, place)) for x in inputs]
     if call.kind == "dropped":
       return [x.marked(Fact("dropped", True, place)) for x in inputs]
     if call.kind == "arguments":
@@ -540,7 +546,8 @@ def _marked(equation: core.JaxprEqn, inputs: Values, made: Value) -> Value:
   if name == "is_finite" or name in operation_table.COMPARISONS:
     made = made.without("taken", "dropped")
     made = made.marked(
-      None if tested else _finiteness.tested_by(equation, inputs, place)
+      None if tested else _finiteness.tested_by(equation, inputs, place),
+      _finiteness.doubted_by(equation, inputs, place),
     )
     zero_of = (
       (x.place, *x.zeros)
@@ -589,6 +596,10 @@ def _marked(equation: core.JaxprEqn, inputs: Values, made: Value) -> Value:
 def _select(equation: core.JaxprEqn, inputs: Values, place: Place) -> Value:
   (condition, *choices), (output,) = inputs, equation.outvars
   chosen = _chosen(condition, choices, output, place, is_branch=False)
+  scaled = [x.may_be_inf for x in choices]
+  if condition.mark("doubted") and any(scaled) and not all(scaled):
+    # The loss is inf or NaN if they are, so they are left out as well.
+    chosen = chosen.marked(None if chosen.lost else Fact("taken", None, place))
   degree, zero = chosen.degree, condition.zero_of
   # A number may stand in for 0 where nothing will come of it.
   is_guard = any(x.place in zero for x in choices)
@@ -726,13 +737,14 @@ def _examined(
   event: Event,
   made: Value,
   equation: core.JaxprEqn,
-  overflowing: frozenset[str],
+  overflowing: frozenset[str | Place],
 ) -> list[Value]:
   place, (loss_scale, *_) = event.place, event.call.inputs
   finding = event.call.outputs
   scale = None if loss_scale is None else event.values[loss_scale]
   path = scale.scale.path if scale and scale.scale else None
-  overflows = bool(overflowing) and (path is None or path in overflowing)
+  overflows = bool(overflowing & {path, place})
+  overflows |= path is None and bool(overflowing)
   grows = scale.degree if scale else Unknown("amax grows with S", False, place)
   share = Unknown("the range that is used depends on S", False, place)
   gate = None if path is None else Fact("gate", path)

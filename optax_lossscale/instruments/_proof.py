@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 from jax.extend import core
+import numpy as np
 
 from optax_lossscale._base import leaves
 from optax_lossscale._base import named_calls
@@ -234,9 +235,24 @@ class _Step:
         pairs = self._pairs(name, place)
         is_free = not _next_values.overlaps(place, self.next_values.values())
         is_kept = are_kept(pairs, skipped) and not are_kept(pairs, applied)
-        if is_free and is_kept:
+        if is_free and (is_kept or self._counts(pairs, applied)):
           self.next_values[name] = place
           break
+
+  def _counts(self, pairs: Sequence[_Pair], applied: Sequence[Value]) -> bool:
+    """Returns whether an output is a whole number that the old one decides.
+
+    A count of what a batch holds follows from the batch, and a loss is no
+    whole number.
+    """
+    avals = self.traced.jaxpr.in_avals
+    return bool(pairs) and all(
+      not avals[x.before].shape
+      and np.issubdtype(avals[x.before].dtype, np.integer)
+      and applied[x.after].identity != Identity(x.before)
+      and applied[x.after].all_of("reads") == {x.name}
+      for x in pairs
+    )
 
   def is_guessed(self, name: str) -> bool:
     """Returns whether a leaf's argument may have another next value."""
@@ -249,7 +265,7 @@ class _Step:
 
   def run(
     self,
-    overflowing: Collection[str] = (),
+    overflowing: Collection[str | _degrees.Place] = (),
     flags: Mapping[int, bool] | None = None,
   ) -> tuple[Sequence[_interpret.Event], list[Value]]:
     """Interprets the step, given the states that overflow."""
@@ -319,8 +335,10 @@ def prove(
   """
   step = _Step(traced, named, next_values, certain, free)
   if not step.states:
-    law = Proved("scale", *_verdicts.SWITCHED_OFF)
-    return Proof((law,), {}, frozenset(), (), ())
+    laws = [Proved("scale", *_verdicts.SWITCHED_OFF)]
+    if any(call.kind == "skip" for call in traced.trace.calls):
+      laws.append(Proved("skip", *_verdicts.SKIPS_UNSEEN))
+    return Proof(tuple(laws), {}, frozenset(), (), ())
   step.ones = frozenset(
     path
     for x in step.run()[0]
@@ -362,11 +380,17 @@ def _judge(step: _Step, flags: Mapping[int, bool]) -> list[Proved]:
       gates.setdefault(_path_of(x.values[x.call.inputs[0]]), []).append(x)
   if not gates:
     text = "`update` of loss_scaling does not run."
+    if any(call.kind == "examine" for call in step.traced.trace.calls):
+      text = (
+        "`update` of loss_scaling is inside a function that rewrites it, such "
+        "as `autocast`; give that function the loss function alone."
+      )
     return [Proved("scale", "unknown", text)]
   skipped = {path: step.run({path}, flags)[1] for path in gates if path}
+  skips = [x for x in events if x.kind == "skip"]
   case = _Case(step, flags, events, applied, skipped)
   return [
-    *(_scale_law(path, found, step) for path, found in gates.items()),
+    *(_scale_law(path, found, step, skips) for path, found in gates.items()),
     *_arguments_law(case),
     _invariance_law(case),
     _skip_law(case),
@@ -404,9 +428,14 @@ def _path_of(loss_scale: Value) -> str | None:
 
 
 def _scale_law(
-  path: str | None, gates: Sequence[_interpret.Event], step: _Step
+  path: str | None,
+  gates: Sequence[_interpret.Event],
+  step: _Step,
+  skips: Sequence[_interpret.Event],
 ) -> Proved:
   """Returns whether S times true gradients enter `update`, with every inf."""
+  # A step may be skipped because of its loss.
+  is_doubted = any(x.mark("doubted") for skip in skips for x in skip.values)
   names: list[str] = []
   problems: list[_Problem] = []
   for gate in gates:
@@ -414,6 +443,8 @@ def _scale_law(
     told = _told(overflow, [x for _, x in gate.of(overflow)])
     for name, value in gate.of(gradients):
       names.append(name)
+      if is_doubted:
+        value = value.but(facts=value.facts - {Fact("taken", None)})
       problem = _problem(value, gate.values[loss_scale], gate.place, told)
       if problem:
         of = f"The gradient {name or 'of the parameter'} "
@@ -473,7 +504,7 @@ def _problem(
     verb = "has lost" if is_sure else "may have lost"
     text = f"{verb} its inf and NaN, which `update` has to see"
     remedy = _verdicts.HIDDEN if is_sure else _verdicts.TOLD
-    is_open = bool(told) is taken.detail
+    is_open = bool(told) is bool(taken.detail)
     verdict = "refuted" if is_sure else "open" if is_open else "unknown"
     return _Problem(verdict, text, remedy, _lines([taken.place]))
   if dropped and told != "dropped":
@@ -637,41 +668,54 @@ def _skip_law(case: _Case) -> Proved:
       if (scales := applied[x.after].scales) == {path}
       or (path in scales and not alone[x.after].scales)
     ]
-    problems += [*_undone(case, path)]
+    for other in skipped.keys() - {path}:
+      which = f"only {path} skips"
+      problems += _undone(case, alone, other, which, _verdicts.TOGETHER)
+  problems += _undone_by_one(case)
   count = len(step.pairs)
   text = f"If `update` sees an overflow, all {count} next values stay."
   return _law("skip", [x for x in problems if x], text)
 
 
-def _undone(case: _Case, path: str) -> Iterator[_Problem]:
-  """Yields the states whose step a skip of another state undoes by half."""
-  alone = case.skipped[path]
+def _undone_by_one(case: _Case) -> Iterator[_Problem]:
+  """Yields what is undone by half if one of a state's updates is skipped."""
+  places: dict[str, list[_degrees.Place]] = {}
+  for x in case.of_kind("examine"):
+    path = _path_of(x.values[x.call.inputs[0]])
+    if x.call.facts["is_gate"] and path is not None:
+      places.setdefault(path, []).append(x.place)
+  for path, updates in places.items():
+    for place in updates if len(updates) > 1 else ():
+      _, alone = case.step.run({place}, case.flags)
+      which = f"only one of {len(updates)} updates of a step is skipped"
+      yield from _undone(case, alone, path, which, _verdicts.EACH)
+
+
+def _undone(
+  case: _Case, alone: Sequence[Value], path: str, which: str, remedy: str
+) -> Iterator[_Problem]:
+  """Yields how a state's step is undone by half by what was skipped alone."""
 
   def argument(pair: _Pair) -> int | None:
     identity = alone[pair.after].identity
     return identity and identity.argument
 
-  for other in case.skipped.keys() - {path}:
-    inner = [
-      x for x in case.step.pairs if _inside(x.name, f"{other}/inner_state")
-    ]
-    moved = [
-      x
-      for x in case.step.pairs
-      if x.name in case.step.parameters
-      if other in case.applied[x.after].scales
-    ]
-    stay = all(alone[x.after].identity == Identity(x.before) for x in moved)
-    is_half = stay and any(argument(x) != x.before for x in inner)
-    if (
-      moved and is_half and not any(case.step.is_guessed(x.name) for x in moved)
-    ):
-      text = (
-        f"If only {path} skips, the parameters that {other} moves stay, but "
-        "not its optimizer's state"
-      )
-      where = _lines([alone[x.after].place for x in moved])
-      yield _Problem("refuted", text, _verdicts.TOGETHER, where)
+  inner = [x for x in case.step.pairs if _inside(x.name, f"{path}/inner_state")]
+  moved = [
+    x
+    for x in case.step.pairs
+    if x.name in case.step.parameters
+    if path in case.applied[x.after].scales
+  ]
+  stay = all(alone[x.after].identity == Identity(x.before) for x in moved)
+  is_half = stay and any(argument(x) != x.before for x in inner)
+  if moved and is_half and not any(case.step.is_guessed(x.name) for x in moved):
+    text = (
+      f"If {which}, the parameters that {path} moves stay, but not its "
+      "optimizer's state"
+    )
+    where = _lines([alone[x.after].place for x in moved])
+    yield _Problem("refuted", text, remedy, where)
 
 
 def _changed(

@@ -42,8 +42,11 @@ class Fact:
     tested: it was decided by which scaled values are finite.
     taken: inf and NaN may have been taken out of it.
     dropped: micro-batches with inf and NaN were taken out of it.
+    loss: it was computed from the loss that the step differentiates.
+    doubted: it was decided by whether that loss is finite.
     unseen: without an `update`, it may hold an inf that none has seen.
-  The detail of the last three says whether that is certain. A test also has
+  The detail of `tested`, `taken`, `dropped` and `unseen` says whether that is
+  certain; None if the loss alone was tested. A test also has
   `of`, the key of the tested value, unless it only compared sizes. Its `finite`
   is the result that means "finite", if there is one.
   """

@@ -72,6 +72,10 @@ TOGETHER = (
   "A skip must undo only the step of its own state. Or let both skip: give "
   "each `update` an overflow= that says whether any gradient overflows."
 )
+EACH = (
+  "Keep the old values once for each `update`: with a select_on_skip behind "
+  "it, or in NNX an undo_on_skip around it."
+)
 TOLD = (
   "Find an overflow before that, and tell `update` of it: update(..., "
   "overflow=~jnp.isfinite(optax.tree.norm(scaled_grads)))."
@@ -180,6 +184,13 @@ _ALL_WIDE = (
   'ols.autocast(loss_fn, "O1") or dtype=jnp.float16 is missing.',
 )
 
+SKIPS_UNSEEN = (
+  "open",
+  "With rule=None the check does not look at what a `skip` keeps.",
+  "Check the step with FixedLossScale(1.0), whose skips it looks at.",
+)
+NO_TRACE = "JAX cannot trace the step"
+
 _REPORT = (
   "But the law was proved: please report this step as a bug of check_step, "
   "unless it reads random numbers or files of the host."
@@ -280,6 +291,8 @@ class StepReport:
       found = "right, as far as rounding can tell"
     if self.ok and any(law.text == _ALL_WIDE[1] for law in self.laws):
       found += ", but nothing in it works below float32"
+    if self.ok and any(law.text.startswith(NO_TRACE) for law in self.laws):
+      found += ", but jit cannot compile it"
     pairs = [
       f"{x} {y}" if y == IN_PLACE else f"{x} from output {y or 0}"
       for x, y in self.next_values.items()
@@ -288,8 +301,9 @@ class StepReport:
       f"The step is {found}.",
       *map(_in_words, self.laws),
       *(f"WiringWarning: {x}" for x in self.warnings),
-      f"Next values: {', '.join(pairs)}.",
     ]
+    if pairs:
+      lines.append(f"Next values: {', '.join(pairs)}.")
     if self.follows:
       named = _next_values.listed([f"output {x}" for x in self.follows])
       lines.append(f"Other outputs that depend on S: {named}.")

@@ -600,6 +600,8 @@ TWICE = {"gray": ["exp"], "black": ["exp"]}
   ("arguments", "error", "message"),
   [
     ({"level": "O4"}, ValueError, "`level` must be one of O0, O1, O2, O3"),
+    ({"level": "o2"}, ValueError, "got 'o2'; did you mean O2?"),
+    ({"level": jnp.float16}, ValueError, "; pass a dtype as `dtype`."),
     ({"dtype": "half precision"}, TypeError, "`dtype` must be a float"),
     ({"dtype": jnp.float64}, ValueError, "one of float16, bfloat16, got"),
     ({"dtype": jnp.float8_e4m3fn}, ValueError, "and dot_dtype=jnp.float8_e4m"),

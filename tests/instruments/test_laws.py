@@ -455,6 +455,10 @@ JUDGED = {
     lambda: step_of(ols.loss_scaling(ADAM, None)),
     ("scale", "not applied", "switched off"),
   ),
+  "switched off, and skipping": (
+    lambda: skipping(jnp.array(False), ols.loss_scaling(ADAM, None)),
+    ("skip", "inconclusive", "does not look at what a `skip` keeps"),
+  ),
   "skip=False": (
     lambda: step_of(ols.loss_scaling(ADAM, ols.DynamicLossScale(skip=False))),
     ("skip", "not applied", "The rule has skip=False"),
@@ -503,14 +507,14 @@ def late_mistake(inner):
   return step_of(ols.loss_scaling(inner, RULE), change=decay_w)
 
 
-def skipping(flag):
+def skipping(flag, tx=TX):
   def step(params, opt_state, batch):
     value_and_grad = ols.scaled_value_and_grad(loss_fn, opt_state)
     scaled_grads = value_and_grad(params, batch)[1]
-    updates, opt_state = TX.update(scaled_grads, opt_state, params, skip=flag)
+    updates, opt_state = tx.update(scaled_grads, opt_state, params, skip=flag)
     return optax.apply_updates(params, updates), opt_state
 
-  return step, PARAMS, TX.init(PARAMS), BATCH
+  return step, PARAMS, tx.init(PARAMS), BATCH
 
 
 LATE_LEAK = ("invariance", "wrong", "between S and S/2: params/w (")
@@ -569,11 +573,54 @@ def test_runs_alone_give_a_law_its_verdict(program, runs_alone):
 def test_numbers_alone_are_no_next_values():
   def step(params, opt_state, batch, count, train, rate):
     params, opt_state, loss = make_step()(params, opt_state, batch)
-    return params, opt_state, count + 1, opt_state.skipped, rate * loss
+    right = count + jnp.sum(batch["y"] > 0)
+    return params, opt_state, right, opt_state.skipped, rate * loss
 
   report = check(jax.jit(step), *step_of()[1:], jnp.int32(3), True, 0.5)
   assert_proved(report)
   assert report.next_values == {"params": "0", "opt_state": "1"}
+
+
+def test_a_count_that_goes_on_by_itself_must_wait_on_a_skip():
+  def step(params, opt_state, batch, count):
+    params, opt_state, loss = make_step()(params, opt_state, batch)
+    return params, opt_state, loss, count + 1
+
+  args = *step_of()[1:], jnp.int32(3)
+  for report in (
+    check(step, *args),
+    check(step, *jax.eval_shape(lambda: args)),
+  ):
+    assert report.next_values["count"] == "3"
+    assert verdicts(report)["skip"] == "wrong"
+    assert "If the step is skipped, count may change" in said(report, "skip")
+  assert check(step, *args, may_change="count").ok
+
+
+@pytest.mark.parametrize(
+  ("skip", "verdict"), [(False, "inconclusive"), (True, "proved")]
+)
+def test_gradients_must_not_be_left_out_by_the_loss_alone(skip, verdict):
+  def step(params, opt_state, batch):
+    value_and_grad = ols.scaled_value_and_grad(loss_fn, opt_state)
+    loss, grads = value_and_grad(params, batch)
+    is_bad = ~jnp.isfinite(loss)
+    grads = jax.tree.map(lambda x: jnp.where(is_bad, 0, x), grads)
+    updates, opt_state = TX.update(
+      grads, opt_state, params, skip=is_bad if skip else False
+    )
+    return optax.apply_updates(params, updates), opt_state, loss
+
+  report = check(step, *step_of()[1:])
+  assert verdicts(report)["scale"] == verdict, report
+  text = "may have lost its inf and NaN"
+  assert (text in said(report, "scale")) == (not skip)
+
+
+def test_a_step_inside_autocast_is_told_from_one_without_an_update():
+  report = proved(ols.autocast(make_step()), *step_of()[1:])
+  text = "`update` of loss_scaling is inside a function that rewrites it"
+  assert text in said(report, "scale") and not report.ok
 
 
 def test_arguments_in_another_order_than_the_outputs_break_no_law():
@@ -714,6 +761,27 @@ def test_nnx_objects_may_change_in_place():
   assert_proved(
     check_nnx(nnx_step_without_a_block, may_change=["model/norm", "*/rngs/*"])
   )
+
+
+def test_each_update_in_place_needs_a_block_of_its_own():
+  @nnx.jit
+  def in_one_block(model, optimizer, batch):
+    with ols.nnx.undo_on_skip(optimizer, model):
+      for _ in range(2):
+        nnx_step_without_a_block(model, optimizer, batch)
+
+  @nnx.jit
+  def in_two_blocks(model, optimizer, batch):
+    for _ in range(2):
+      nnx_step(model, optimizer, batch)
+
+  make = lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0))  # noqa: E731
+  for step, is_right in ((in_one_block, False), (in_two_blocks, True)):
+    optimizer = nnx.Optimizer(make(), TX, wrt=nnx.Param)
+    report = check(step, make(), optimizer, BATCH)
+    text = "If only one of 2 updates of a step is skipped, the parameters"
+    assert (text in said(report, "skip")) != is_right, report
+    assert report.ok == is_right
 
 
 def test_an_nnx_model_may_change_in_place_beside_a_state_that_is_returned():

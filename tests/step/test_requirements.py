@@ -386,7 +386,6 @@ def test_more_skips_in_a_row_than_the_limit_end_the_run():
   state = tx.init(PARAMS)
   gradients = {"a": jnp.full(3, jnp.nan), "b": jnp.ones(2)}
   for skips in range(3):
-    ols.raise_if_failed(state)
     ols.raise_if_failed(state, max_consecutive_skips=2)
     assert state.consecutive_skips == skips
     _, state = tx.update(gradients, state)
@@ -493,7 +492,11 @@ def test_a_limit_and_a_state_that_cannot_be_compared_are_refused():
       TypeError, match="`max_consecutive_skips` must be an in"
     ):
       ols.raise_if_failed(state, max_consecutive_skips=most)
+  with pytest.raises(
+    ValueError, match=r"that never ends a run, got None; .*100"
+  ):
+    ols.raise_if_failed(state)
   with pytest.raises(TypeError, match="`opt_state` .* traced .*outside jit"):
-    jax.eval_shape(ols.raise_if_failed, state)
+    jax.eval_shape(lambda x: ols.raise_if_failed(x, 1), state)
   with pytest.raises(ValueError, match="must hold the state of `loss_scaling`"):
     ols.raise_if_failed(SGD.init(PARAMS))
