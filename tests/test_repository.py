@@ -12,6 +12,7 @@ import subprocess
 import tomllib
 
 import pytest
+import typst
 import yaml
 
 import optax_lossscale as ols
@@ -320,6 +321,11 @@ def test_a_commit_is_checked_as_ci_checks_it():
   )
   assert hooks == set(ci)
   assert len(hooks) == 2
+
+
+def test_the_paper_has_four_pages():
+  pages = typst.compile(ROOT / "paper/paper.typ", format="svg")
+  assert len(pages) == 4
 
 
 # The promises of SECURITY.md.
