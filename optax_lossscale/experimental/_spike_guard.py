@@ -138,8 +138,10 @@ class SpikeGuard:
 
     Returns:
       float32[], inf during the warm-up and once the guard is out of patience.
-      It may be wrong by 2**-22 of the mean's magnitude plus sigma deviations,
-      which is much of a limit near 0, as negative values may have.
+      It may be wrong by 2**-20 of the mean's magnitude plus sigma deviations,
+      which is much of a limit near 0, as negative values may have. A deviation
+      counts as at least 1e-6 of the mean. With on_spike="clip" the limit enters
+      the window, so rounding adds up from one spike to the next.
     """
     self._check_state(state)
     is_out = state.consecutive_spikes >= self.patience

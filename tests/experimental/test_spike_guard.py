@@ -126,6 +126,20 @@ def test_spikes_begin_above_the_limit(level):
   assert guard.is_spike(state, np.nextafter(limit, np.float32(np.inf)))
 
 
+@pytest.mark.parametrize("window", [2, 128, 1000])
+def test_the_limit_is_rounded_by_what_its_docstring_says(window):
+  guard = experimental.SpikeGuard(sigma=6.0, window=window, warmup=2)
+  rng = np.random.default_rng(0)
+  spread = 10.0 ** -rng.integers(1, 7, (300, 1))
+  values = np.float32(1 + spread * rng.normal(size=(300, window)))
+  state = guard.init()._replace(accepted=jnp.int32(window))
+  limits = jax.vmap(lambda x: guard.limit(state._replace(values=x)))(values)
+  exact = values.astype(np.float64)
+  mean = exact.mean(1)
+  above = 6 * np.maximum(exact.std(1, ddof=1), 1e-6 * mean)
+  assert np.all(np.abs(limits - (mean + above)) <= 2**-20 * (mean + above))
+
+
 @pytest.mark.parametrize("level", [1e-36, 1e37])
 def test_squares_that_leave_the_range_of_float32_do_no_harm(level):
   guard = experimental.SpikeGuard(window=8, warmup=4)
