@@ -681,9 +681,9 @@ def _undone_by_one(case: _Case) -> Iterator[_Problem]:
   """Yields what is undone by half if one of a state's updates is skipped."""
   places: dict[str, list[_degrees.Place]] = {}
   for x in case.of_kind("examine"):
-    path = _path_of(x.values[x.call.inputs[0]])
-    if x.call.facts["is_gate"] and path is not None:
-      places.setdefault(path, []).append(x.place)
+    if x.call.facts["is_gate"]:
+      path = _path_of(x.values[x.call.inputs[0]])
+      places.setdefault(path or "", []).append(x.place)
   for path, updates in places.items():
     for place in updates if len(updates) > 1 else ():
       _, alone = case.step.run({place}, case.flags)
