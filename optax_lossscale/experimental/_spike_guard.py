@@ -64,7 +64,9 @@ class SpikeGuard:
       of level, the guard accepts the next one and begins anew from it.
     on_spike: what the window does with a spike: "drop" leaves it out; "clip"
       takes the limit in its place, for steps that are clipped instead of
-      skipped, so rounding compounds from one clip to the next; "keep" takes the spike, as OLMo-core, levanter and maxtext do.
+      skipped; "keep" takes the spike, as OLMo-core, levanter and maxtext do.
+      In "clip" the limit enters the window, so rounding compounds from one clip
+      to the next.
 
   Raises:
     TypeError: if an argument has the wrong type.

@@ -136,7 +136,9 @@ def test_the_rounding_of_a_limit_is_within_its_bound(window, sigma):
   equal = np.broadcast_to(rng.uniform(0.5, 1.0, (100, 1)), shape).copy()
   equal[:, 0] = 1
   others = rng.normal(size=shape), rng.normal(1.0, 1e-4, shape)
-  rows = np.float32(np.concatenate([equal, rng.exponential(size=shape), *others]))
+  rows = np.float32(
+    np.concatenate([equal, rng.exponential(size=shape), *others])
+  )
   full = guard.init()._replace(accepted=jnp.int32(window))
   limits = jax.jit(
     lambda rows: lax.map(lambda x: guard.limit(full._replace(values=x)), rows)
