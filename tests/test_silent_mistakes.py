@@ -43,7 +43,7 @@ SECOND = "on the second step"
 ERROR = "an error"
 CHECKED = "`check_step`"
 STATE = "`stalled` in the state"
-FAILED = "`raise_if_failed`"
+FAILED = "`raise_if_failed(opt_state, 100)`"
 # The law that `check_step` refutes by shapes alone with the line that it names,
 # and all that it says if it also runs the step.
 PROVED = "proved"

@@ -29,7 +29,7 @@ is. barrier: with lax.optimization_barrier between both casts. bits: with the
 bits read as integers in between, and back."""
 _FATES = {True: "kept", False: "dropped", None: "unknown"}
 _NARROW = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-_SIZE = "XLA's compilers take about 1.8 GB. They are installed into"
+_SIZE = "XLA's compilers take about 1.9 GB on disk. They are installed into"
 _ADVICE = {
   "float32": "Train in float32, without loss scaling.",
   "bfloat16": "Train in bfloat16, without loss scaling.",

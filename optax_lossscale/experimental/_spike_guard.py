@@ -65,6 +65,8 @@ class SpikeGuard:
     on_spike: what the window does with a spike: "drop" leaves it out; "clip"
       takes the limit in its place, for steps that are clipped instead of
       skipped; "keep" takes the spike, as OLMo-core, levanter and maxtext do.
+      In "clip" the limit enters the window, so rounding compounds from one clip
+      to the next.
 
   Raises:
     TypeError: if an argument has the wrong type.
@@ -138,10 +140,9 @@ class SpikeGuard:
 
     Returns:
       float32[], inf during the warm-up and once the guard is out of patience.
-      It may be wrong by 2**-20 of the mean's magnitude plus sigma deviations,
-      which is much of a limit near 0, as negative values may have. A deviation
-      counts as at least 1e-6 of the mean. With on_spike="clip" the limit enters
-      the window, so rounding adds up from one spike to the next.
+      Its rounding error is at most 2**-20 of the mean magnitude plus sigma
+      deviations (on a CPU, for windows up to 1024 and sigma up to 10). That is
+      much of a limit near 0, as negative values may have.
     """
     self._check_state(state)
     is_out = state.consecutive_spikes >= self.patience

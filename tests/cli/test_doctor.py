@@ -112,7 +112,7 @@ def test_compilers_are_made_once_their_size_is_said(monkeypatch, capsys):
   monkeypatch.setattr(compiling, "make", make)
   assert cli.main(["doctor", "--make-compilers", "there"]) == 0
   assert made == [
-    "XLA's compilers take about 1.1 GB. They are installed into there\n"
+    "XLA's compilers take about 1.9 GB on disk. They are installed into there\n"
   ]
   assert capsys.readouterr().out == (
     "Now set OPTAX_LOSSSCALE_COMPILERS='/not there'\n"

@@ -1,5 +1,6 @@
 """docs/guides/skipping.md: which steps are skipped, and what a skip keeps."""
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,6 +48,22 @@ def test_norms_are_watched_and_a_batch_is_tried_again():
     state = page["tx"].init(start)
     *_, tries = page["try_step"](start, state, batch * np.nan)
     assert tries == 8
+
+    title = "A test that overflows"
+
+    def loss_fn(params, batch):
+      return page["loss_fn"](optax.tree.cast(params, jnp.float16), batch)
+
+    step = documents.step(documents.STEP, names | {"loss_fn": loss_fn})
+    given = {"params": start, "opt_state": page["tx"].init(start)}
+    assert not step(*given.values(), batch)[1].skipped
+    page.run(title, 1, train_step=step, batch=batch, **given)
+
+    optimizer = nnx.Optimizer(
+      nnx.Linear(2, 2, rngs=nnx.Rngs(0)), page["tx"], wrt=nnx.Param
+    )
+    page.run(title, optimizer=optimizer)
+    assert ols.get_loss_scale(optimizer.opt_state) == 2.0**100
 
     page.run(
       "Other values that a step changes",

@@ -1,11 +1,8 @@
 """docs/guides/training_stacks.md: each step is that of float32, or skipped."""
 
-import equinox as eqx
 from flax import nnx
-from flax import struct
 import jax
 import jax.numpy as jnp
-import jmp
 import numpy as np
 import optax
 import pytest
@@ -20,7 +17,7 @@ PATH = "docs/guides/training_stacks.md"
 MODEL = "What FSDP, scanned layers and remat need"
 X, Y = np.random.default_rng(0).normal(size=(2, 16, 32)).astype(np.float32)
 BATCH = {"x": X, "y": Y}
-NAMES = {"batch": BATCH, "eqx": eqx, "jmp": jmp, "nnx": nnx, "struct": struct}
+NAMES = {"batch": BATCH}
 # The norm is about 2 at first, so a clip of scaled gradients would show.
 NAMES["inner"] = optax.chain(
   optax.clip_by_global_norm(1.0), optax.sgd(0.5, momentum=0.9)
