@@ -61,14 +61,14 @@ GROWN: list[tuple[str, int, str]] = [
   ("instruments", 93, "counts, a loss that gates, one of several updates"),
   ("_step", 23, "a guard without a limit is refused"),
   ("_autocast", 4, "a dtype or a small letter in place of a level"),
-  ("experimental", 2, "what the limit's rounding is"),
+  ("experimental", 3, "what the limit's rounding is"),
   ("cli", 72, "`doctor --on` and `doctor --make-compilers`"),
 ]
 # How many lines a package may be below its number before the number is stale.
 SLACK = 10
 
 # The most lines and functions of all tests, and lines of a function.
-MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 31_908, 1_128, 60
+MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 31_934, 1_129, 60
 
 
 def layers():
