@@ -200,19 +200,22 @@ def test_the_steps_of_a_release_set_its_version_and_its_date(tmp_path):
   assert re.findall(r"^(\d+)\. ", page, re.MULTILINE) == [
     str(number) for number in range(1, 11)
   ]
-  files = "CHANGELOG.md", "CITATION.cff", "README.md", "optax_lossscale"
+  files = "CHANGELOG.md", "CITATION.cff", "README.md", "SECURITY.md"
+  files += ("optax_lossscale",)
   for name in files:
     copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
     copy(ROOT / name, tmp_path / name)
-  # A second release has a date already, which is replaced.
-  for command in 2 * re.findall(r"^ +(sed .*)$", page, re.MULTILINE):
+  for command in re.findall(r"^ +(sed .*)$", page, re.MULTILINE):
     subprocess.run(["bash", "-ec", command], cwd=tmp_path, check=True)
   citation = yaml.safe_load((tmp_path / "CITATION.cff").read_text())
   assert citation["version"] == "0.2.0"
   assert citation["date-released"] == datetime.date.today()
   assert citation["cff-version"] == CITATION["cff-version"]
   changes = (tmp_path / "CHANGELOG.md").read_text()
-  assert f"\n## 0.1.0 ({datetime.date.today()})\n" in changes
+  headings = re.findall(r"^## (\S+) \((.*)\)$", changes, re.MULTILINE)
+  assert headings[0] == ("0.2.0", str(datetime.date.today()))
+  assert "unreleased" not in dict(headings).values()
+  assert "Nothing has" not in (tmp_path / "SECURITY.md").read_text()
   assert "Version 0.2.0, for jax" in (tmp_path / "README.md").read_text()
   package = (tmp_path / "optax_lossscale" / "__init__.py").read_text()
   assert '\n__version__ = "0.2.0"\n' in package
@@ -266,7 +269,13 @@ def test_one_command_moves_the_repository_to_another_address(tmp_path, capsys):
 
 @pytest.mark.parametrize(
   "home",
-  ["optax-lossscale", "https://github.com/jane/scaling", "a/b.git", "a/"],
+  [
+    "optax-lossscale",
+    "https://github.com/jane/scaling",
+    "a/b.git",
+    "a/",
+    "a/a.github.io",
+  ],
 )
 def test_an_address_that_github_does_not_allow_is_refused(
   home, tmp_path, capsys

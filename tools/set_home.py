@@ -18,7 +18,8 @@ PARTS = re.compile(r"([A-Za-z0-9][A-Za-z0-9-]*)/([\w.-]+(?<!\.git))")
 
 def home(text: str) -> str:
   """Returns OWNER/NAME, if it is one that GitHub allows."""
-  if not PARTS.fullmatch(text):
+  # GitHub serves the Pages of such a name at another address.
+  if not PARTS.fullmatch(text) or text.lower().endswith(".github.io"):
     raise argparse.ArgumentTypeError(
       f"must be OWNER/NAME, such as jane/optax-lossscale, got {text!r}"
     )
