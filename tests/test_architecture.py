@@ -58,7 +58,7 @@ GROWN: list[tuple[str, int, str]] = [
   ("nnx", 10, "the arguments of `autocast` for them"),
   ("_step", 53, "`loss_scaling` around them sees the parameters' own dtypes"),
   ("__init__", 4, "their two names"),
-  ("instruments", 93, "counts, a loss that gates, one of several updates"),
+  ("instruments", 90, "counts, a loss that gates, one of several updates"),
   ("_step", 23, "a guard without a limit is refused"),
   ("_autocast", 4, "a dtype or a small letter in place of a level"),
   ("experimental", 3, "what the limit's rounding is"),

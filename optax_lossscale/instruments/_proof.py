@@ -240,11 +240,8 @@ class _Step:
           break
 
   def _counts(self, pairs: Sequence[_Pair], applied: Sequence[Value]) -> bool:
-    """Returns whether an output is a whole number that the old one decides.
-
-    A count of what a batch holds follows from the batch, and a loss is no
-    whole number.
-    """
+    """Returns whether an output is a whole number that the old one decides."""
+    # Counts of what a batch holds read the batch, too.
     avals = self.traced.jaxpr.in_avals
     return bool(pairs) and all(
       not avals[x.before].shape
@@ -694,7 +691,7 @@ def _undone_by_one(case: _Case) -> Iterator[_Problem]:
 def _undone(
   case: _Case, alone: Sequence[Value], path: str, which: str, remedy: str
 ) -> Iterator[_Problem]:
-  """Yields how a state's step is undone by half by what was skipped alone."""
+  """Yields a state whose parameters stay on a skip, while its moments move."""
 
   def argument(pair: _Pair) -> int | None:
     identity = alone[pair.after].identity
