@@ -21,6 +21,7 @@ _NAME = "master_weights"
 _REST = 'master_weights(..., store="remainder")'
 
 
+@_states.sees_narrow
 @narrow_parameters.owner
 class MasterWeightsState(NamedTuple):
   """State of `master_weights`: the masters and the inner optimizer's state.
@@ -87,20 +88,22 @@ def master_weights(
 
   The next float16 after 1.0 is 1.001, and the next bfloat16 is 1.008. Adding
   less than half that gap has no effect, however often. This wrapper adds
-  updates to the master, a wider copy in the optimizer's state, and returns the
-  difference between the master and the parameter. That difference is rounded,
-  so the parameter may be up to 1.5 ulp from the master. The error does not
-  accumulate: the next step starts from the rounded value.
+  updates to the master, a wider copy in the optimizer's state. Its updates take
+  the parameter to the number nearest to the master. If the master is below half
+  or above twice the parameter, such an update may not exist in the parameter's
+  dtype; the nearest one comes close, and the next step does the rest.
 
   With `store="remainder"` the master is the parameter together with 16 more
   bits, which are 0 at first, so that it takes 2 bytes of state instead of 4.
   The parameter is then the number nearest to the master, away from zero if two
   are. With bfloat16 that is every bit of float32. With float16 it is too above
-  2**-17, and below it the master is a multiple of 2**-40. An update that takes
-  a parameter below half or above twice its value may not exist in 16 bits. Then
-  the master becomes what is nearest to it around the parameter that the update
-  leads to, less than 1 % of the update away. A master beyond the largest
-  parameter stops there.
+  2**-17, and below it the master is a multiple of 2**-40. There is no next step
+  to do the rest: where no update leads to the number nearest to the master, the
+  master itself stops at the nearest value that the remainder can hold, less
+  than 1 % of the update away, or where an update of the largest value leads.
+
+  A parameter stops at the largest value of its dtype, and so does the master,
+  unless it is a copy. Finite masters and updates never make a parameter inf.
 
   The inner optimizer, including any weight decay, sees the master as its
   parameters. Nothing that changes updates may come after this wrapper in a
@@ -109,8 +112,7 @@ def master_weights(
 
   If something else changes the parameters, the next step moves them back,
   unless the master is set too: `optax.tree.set(opt_state, master=...)`. With
-  remainders the master moves along. A parameter beyond the largest value of its
-  dtype becomes inf, then NaN, if the master is a copy.
+  remainders the master moves along.
 
   Args:
     inner: the optimizer, any optax transformation or `optax.MultiSteps`. It
@@ -250,39 +252,40 @@ def _first_remainder(x: object) -> object:
 def _move_copy(
   _: jax.Array, master: jax.Array, param: jax.Array, skipped: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the difference between a parameter and its next master.
+  """Returns the update that takes a parameter to its next master's rounding.
 
   The result depends only on the next master, not on the old master or the
   update, so XLA can update the master in place.
   """
   # A parameter that was cast in this program must be seen as it is stored.
   wide = bits.rounded(_convert(param, master.dtype), param.dtype)
-  way = jnp.where(
-    # Use -0.0 for no change: adding 0.0 would turn a -0.0 parameter into 0.0.
-    skipped | (master == wide),
-    jnp.asarray(-0.0, master.dtype),
-    master - wide,
-  )
-  # Round via float32, as `loss_scaling` and the CPU backend also do.
-  dtype = leaves.at_least_float32(param.dtype)
-  way = _convert(bits.rounded(way, dtype), dtype)
-  return _convert(way, param.dtype), master
+  goal = rounding.within(master, float(jnp.finfo(param.dtype).max))
+  goal = bits.rounded(goal, param.dtype)
+  return _convert(
+    _update_to(goal, wide, param.dtype, skipped), param.dtype
+  ), master
 
 
 def _move_by_remainder(
   old: jax.Array, master: jax.Array, param: jax.Array, skipped: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the way to the parameter nearest to a master, and the rest."""
+  """Returns the update to the parameter nearest to a master, and the rest."""
   wide, dtype = rounding.seen(param), param.dtype
-  largest = rounding.largest_master(dtype)
-  clipped = jnp.clip(master, -largest, largest)
-  master = jnp.where(jnp.isfinite(master), clipped, master)
-  way = rounding.nearest(master, dtype) - wide
-  stays = skipped | (way == 0)
-  way = jnp.where(stays, -0.0, bits.rounded(way, dtype))
+  master = rounding.within(master, rounding.largest_master(dtype))
+  goal = rounding.nearest(master, dtype)
+  update = _update_to(goal, wide, dtype, skipped)
   # Far away no update may lead there, so take the place where the sum arrives.
-  new = rounding.remainder(master, bits.rounded(wide + way, dtype), dtype)
-  return way.astype(dtype), jnp.where(skipped, old, new)
+  new = rounding.remainder(master, bits.rounded(wide + update, dtype), dtype)
+  return update.astype(dtype), jnp.where(skipped, old, new)
+
+
+def _update_to(
+  goal: jax.Array, wide: jax.Array, dtype: DTypeLike, skipped: jax.Array
+) -> jax.Array:
+  """Returns the update towards a number of the dtype, or none on a skip."""
+  found = rounding.update_to(goal, wide, dtype)
+  # Use -0.0 for no change: adding 0.0 would turn a -0.0 parameter into 0.0.
+  return jnp.where(skipped | (found == 0), -0.0, found)
 
 
 _COPY = narrow_parameters.Store(lambda master, _: master, _move_copy)

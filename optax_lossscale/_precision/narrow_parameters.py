@@ -119,8 +119,12 @@ def update(
   ) -> _Moved:
     if is_absent(kept) or update is None:
       return _Moved(update, kept)
-    # Select instead of adding -0.0, which may flush a subnormal master to 0.
     target = jnp.asarray(optax.apply_updates(wide, update))
+    # Finite numbers may have a sum beyond the largest float32.
+    largest = float(jnp.finfo(target.dtype).max)
+    is_usual = jnp.isfinite(wide) & jnp.isfinite(update)
+    target = jnp.where(is_usual, jnp.clip(target, -largest, largest), target)
+    # Select instead of adding -0.0, which may flush a subnormal master to 0.
     target = jnp.where(skipped, wide, target)
     return _Moved(*store.move(kept, target, param, skipped))
 

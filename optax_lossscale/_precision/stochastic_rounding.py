@@ -71,8 +71,9 @@ def stochastic_rounding(
   rounds no more. No compiler drops it, unlike what adds noise before a cast.
   Where a target is less than half or more than twice the parameter, a sum may
   not reach both numbers around it; then it is one of two farther ones that it
-  does reach, and the mean is still the target. A target beyond the largest
-  value of the dtype becomes that.
+  does reach, and the mean is still the target. A parameter stops at the
+  largest value of its dtype, and no update is larger than that, so one step
+  may not lead from a large parameter to a large one of the other sign.
 
   The inner optimizer sees float32 parameters and gradients. Nothing that
   changes updates may come after this wrapper in a chain. It works inside or

@@ -122,7 +122,7 @@ def check_beside(widened: optax.OptState, inner_state: optax.OptState) -> None:
   for (path, wide), x in zip(nodes, own, strict=True):
     if leaves.is_real(x) and x.dtype != wide.dtype:
       raise ValueError(
-        "`stochastic_rounding` and remainders must be around the whole "
+        "`master_weights` and `stochastic_rounding` must be around the whole "
         "optimizer, since `loss_scaling` shows it the parameters as they are; "
         f"got a state in {x.dtype} beside them at "
         f"{leaves.path_name(path)}. Wrap optax.chain(...) or "

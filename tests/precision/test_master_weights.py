@@ -88,7 +88,7 @@ def test_the_inner_optimizer_sees_the_master_and_float32_gradients(position):
   assert params["half"] == 1
   for name in params:
     np.testing.assert_array_equal(calls[0][1][name], [1.0])
-    np.testing.assert_array_equal(calls[2][1][name], [1 + SMALL])
+    np.testing.assert_array_equal(calls[-1][1][name], [1 + SMALL])
     np.testing.assert_array_equal(calls[2][0][name], [-SMALL])
   assert {x.dtype for call in calls for x in jax.tree.leaves(call[:2])} == {
     jnp.dtype("float32")
@@ -237,17 +237,17 @@ def test_a_zero_keeps_its_sign():
   assert np.signbit(after).tolist() == [False, True]
 
 
-def test_the_way_from_a_float64_master_is_rounded_the_same_in_both_positions():
+def test_a_float64_master_is_rounded_once_in_both_positions():
   with jax.enable_x64(True):
     inner = ols.master_weights(SGD, jnp.float64)
     params = jnp.ones(1, jnp.float16)
     # Above a tie in float16, but in float32 the tie itself.
-    master = jnp.array([1 + 0.125 * (1 + 2.0**-11 + 2.0**-40)])
+    master = jnp.array([1 + 2.0**-11 + 2.0**-40])
     ends = []
     for tx in (inner, ols.loss_scaling(inner, RULE)):
       state = optax.tree.set(tx.init(params), master=master)
       ends.append(jax.jit(tx.update)(params * 0, state, params)[0])
-    assert ends == [0.125, 0.125]
+    assert ends == [2.0**-10, 2.0**-10]
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,7 @@ def test_stochastic_rounding_is_right_at_the_ends(dtype):
     "the largest": (largest, largest, {largest}),
     "above the largest": (largest, np.float32(largest) * 1.0001, {largest}),
     "below the largest": (-largest, -largest, {-largest}),
+    "from end to end": (largest, -largest, {0.0}),
     "inf": (1, np.inf, {np.inf}),
     "-inf": (1, -np.inf, {-np.inf}),
     "from inf": (np.inf, np.inf, {np.inf, np.nan}),

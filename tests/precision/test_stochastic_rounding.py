@@ -166,6 +166,70 @@ def test_wide_parameters_are_the_inner_optimizers_alone(way):
   support.assert_same_bits([got["w"], got["c"]], [expected["w"], expected["c"]])
 
 
+def nearest(number, digits, largest, *, ties_away=False):
+  """Returns an integer rounded to some binary digits, as far as the largest."""
+  unit = 1 << max(abs(number).bit_length() - digits, 0)
+  low, rest = divmod(abs(number), unit)
+  is_up = 2 * rest > unit or (2 * rest == unit and (ties_away or low % 2))
+  return int(np.sign(number)) * min((low + is_up) * unit, largest)
+
+
+# The numbers of each dtype, far from 0, are integers times a unit: the unit,
+# their binary digits, the largest one, and the largest update in float32.
+ENDS = {
+  "float16": (1.0, 11, 2047 << 5, 10**6),
+  "bfloat16": (2.0**104, 8, 255 << 16, (1 << 24) - 1),
+}
+# A parameter and an update. The sums of the last three are halfway beyond the
+# largest number, if the updates are rounded to the nearest.
+FAR = [(42112, -84202), (-100, 10**6), (48, 65456), (-48, -65456), (144, 65360)]
+
+
+@each_way
+@each_position
+@each_dtype
+def test_a_way_beyond_the_largest_number_takes_two_steps(way, position, dtype):
+  unit, digits, largest, longest = ENDS[dtype]
+  rng = np.random.default_rng(0)
+  pairs = [
+    (nearest(int(x), digits, largest), int(y))
+    for x, y in zip(
+      rng.integers(-largest, largest, 3000),
+      rng.integers(largest, longest, 3000) * rng.choice([-1, 1], 3000),
+      strict=True,
+    )
+  ] + (FAR if dtype == "float16" else [])
+  starts, lengths = zip(*pairs, strict=True)
+  params = jnp.array(np.array(starts) * unit, dtype)
+  # S times these gradients is finite.
+  tx = make(way, position, optax.sgd(2.0**20))
+  gradients = jnp.array([-np.array(lengths) * (unit / 2**20), 0 * params])
+  once, state = run(tx, params, gradients[:1])
+  twice, _ = run(tx, once, gradients[1:], state)
+  whole = lambda x: [int(y / unit) for y in np.float64(x)]  # noqa: E731
+  assert max(map(abs, whole(once))) <= largest
+  # float32 rounds some of these targets first.
+  targets = [nearest(x + y, 24, longest) for x, y in pairs]
+  goals = [
+    nearest(x, digits, largest, ties_away=way == "remainder") for x in targets
+  ]
+  for start, goal, first in zip(starts, goals, whole(once), strict=True):
+    # Stochastic rounding also draws numbers that are nearer.
+    if abs(goal - start) > largest and way != "stochastic":
+      end = start + (largest if goal > start else -largest)
+      assert first == nearest(end, digits, largest)
+  if way == "copy":
+    assert whole(twice) == goals
+  if way == "remainder":
+    shown = (state.inner_state if position == "inside" else state).wide(once)
+    # Masters have 16 binary digits more.
+    masters = whole(np.float64(shown) * 2**16)
+    ends = [
+      nearest(x, digits, largest << 16, ties_away=True) >> 16 for x in masters
+    ]
+    assert ends == whole(once)
+
+
 @pytest.mark.parametrize("way", ["remainder", "stochastic"])
 def test_masters_beyond_the_largest_parameter_stop_there(way):
   largest = {"float16": 65504.0, "bfloat16": 3.3895314e38}
