@@ -240,13 +240,13 @@ def _mismatch(
   elif leaves.is_real(expected) and leaves.is_real(got):
     remedy = "; only floats are widened, to float32 inside of loss scaling"
   return ValueError(
-    f"{rule}, got {_describe(got)} at {_name(leaves.path_name(path))} where "
+    f"{rule}, got {_describe(got)} at {_name(path)} where "
     f"{owner} has {_describe(expected)}{remedy}."
   )
 
 
-def _name(place: str) -> str:
-  return repr(place) if place else "its top"
+def _name(path: leaves.Path) -> str:
+  return repr(leaves.path_name(path)) if path else "its top"
 
 
 def _describe(node: object) -> str:

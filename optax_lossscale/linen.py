@@ -132,7 +132,7 @@ class TrainState(train_state.TrainState):
   @property
   def skipped(self) -> jax.Array:
     """bool[], True if the last step was skipped."""
-    return states.find_state(self.opt_state).skipped
+    return states.find_run(self.opt_state).skipped
 
   def apply_gradients(
     self,
@@ -249,7 +249,7 @@ def _check_fields(
 
 def _check_opt_state(opt_state: object) -> None:
   """Raises if an optimizer's state does not fit a train state."""
-  paths = list(states.find_states(opt_state))
+  paths = leaves.path_names(states.find_states(opt_state))
   if not paths:
     raise ValueError(
       "`tx` must hold loss_scaling, got an optimizer without; wrap it: "
@@ -257,7 +257,7 @@ def _check_opt_state(opt_state: object) -> None:
     )
   if len(paths) > 1:
     raise ValueError(
-      f"`tx` must hold loss_scaling once, got it at {paths}; put what it wraps "
-      "into one: loss_scaling(optax.multi_transform(...), rule)."
+      f"`tx` must hold loss_scaling once, got it at {[*paths.values()]}; put "
+      "what it wraps into one: loss_scaling(optax.multi_transform(...), rule)."
     )
   requirements.check_accumulation(opt_state)

@@ -369,7 +369,7 @@ def _find_state(
       f"{kind_of(opt_state)} without it; wrap its transformation: "
       "nnx.Optimizer(model, loss_scaling(inner, rule), wrt=nnx.Param)."
     )
-  return states.find_state(opt_state, path)
+  return states.find_run(opt_state, path)
 
 
 def _check_first(

@@ -1,6 +1,8 @@
 """Decides which leaves of a tree are gradients, and converts their dtypes."""
 
+import collections
 from collections.abc import Hashable
+from collections.abc import Iterable
 from typing import TypeGuard
 from typing import TypeVar
 
@@ -16,6 +18,9 @@ from optax_lossscale._base.arguments import shown
 
 # The type of a tree, for functions that change only its leaves.
 Tree = TypeVar("Tree")
+
+# The keys of JAX that lead to a leaf. Two paths may have the same text.
+Path = tuple[Hashable, ...]
 
 # Flax keeps the scales and amax histories of FP8 layers in a collection of this
 # name, which it spells with the underscore. Differentiating with respect to
@@ -41,9 +46,30 @@ def is_none(x: object) -> bool:
   return x is None
 
 
-def path_name(path: tuple[Hashable, ...]) -> str:
+def path_name(path: Path) -> str:
   """Returns the path of a leaf as text, such as "params/Dense_0/kernel"."""
   return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def path_names(paths: Iterable[Path]) -> dict[Path, str]:
+  """Returns the text of each path, in a longer form where two are equal.
+
+  A key may contain a slash, as in `{"net/linear": x, "net": {"linear": y}}`.
+  """
+  short = {path: path_name(path) for path in paths}
+  counts = collections.Counter(short.values())
+  return {
+    path: text if counts[text] == 1 else jax.tree_util.keystr(path)
+    for path, text in short.items()
+  }
+
+
+def is_at(path: Path, text: object) -> bool:
+  """Returns whether a path, or the beginning of one, has this text."""
+  beginnings = [path[:i] for i in range(len(path) + 1)]
+  return any(
+    text in (path_name(x), jax.tree_util.keystr(x)) for x in beginnings
+  )
 
 
 def as_arrays(tree: Tree) -> Tree:
@@ -174,7 +200,7 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
   return merge(is_gradient, new, updates)
 
 
-def overwrites(path: tuple[Hashable, ...]) -> bool:
+def overwrites(path: Path) -> bool:
   """Returns whether a path leads through `_overwrite_with_gradient`."""
   return any(
     getattr(key, "key", getattr(key, "name", None)) in OVERWRITE_WITH_GRADIENT

@@ -283,17 +283,17 @@ class PrecisionSchedule:
 
       # Gradients that are not scaled need S = 1 in the state during the step.
       # `put_back` then restores the rule's own state.
-      def swap(_: str, node: states.LossScalingState) -> object:
+      def swap(_: leaves.Path, node: states.LossScalingState) -> object:
         rule_state = node.loss_scale_state
         loss_scale = jnp.where(is_scaled, rule_state.loss_scale, 1)
         rule_state = states.replace_scale(rule_state, loss_scale)
         return node._replace(loss_scale_state=rule_state)
 
-      def put_back(path: str, node: states.LossScalingState) -> object:
+      def put_back(path: leaves.Path, node: states.LossScalingState) -> object:
         if path not in before:
           raise ValueError(
             "`tx` must keep the state of loss_scaling where it is, got it back "
-            f"at {path!r}; make loss_scaling outermost."
+            f"at {leaves.path_name(path)!r}; make loss_scaling outermost."
           )
         return node._replace(
           loss_scale_state=skipping.select(

@@ -1,6 +1,5 @@
 """The checks that a user can choose from. Each defines an overflow."""
 
-from collections.abc import Hashable
 import dataclasses
 import functools
 from typing import Any
@@ -114,9 +113,11 @@ def with_computation_dtypes(
 ) -> list[tuple[jax.Array, np.dtype | None]]:
   """Pairs each gradient with its computation's dtype, or None for its own."""
   if is_function(check.dtype):
+    by_path = dict(jax.tree.leaves_with_path(scaled_grads))
+    names = leaves.path_names(by_path)
     return [
-      (leaf, _as_dtype(path, check.dtype(leaves.path_name(path))))
-      for path, leaf in jax.tree.leaves_with_path(scaled_grads)
+      (leaf, _as_dtype(names[path], check.dtype(names[path])))
+      for path, leaf in by_path.items()
       if leaves.is_gradient(leaf)
     ]
   dtypes = jax.tree.leaves(check.dtype, is_leaf=leaves.is_none)
@@ -138,11 +139,11 @@ def with_computation_dtypes(
   ]
 
 
-def _as_dtype(path: tuple[Hashable, ...], dtype: object) -> np.dtype | None:
+def _as_dtype(name: str, dtype: object) -> np.dtype | None:
   """Returns the dtype that a caller set for a leaf; None stays None."""
   if dtype is None:
     return None
-  place = f" for {leaves.path_name(path)!r}" if path else ""
+  place = f" for {name!r}" if name else ""
   return arguments.check_dtype("dtype", dtype, place=place)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 
 from optax_lossscale._base import arguments
+from optax_lossscale._base import leaves
 from optax_lossscale._rules.engine import Failure
 from optax_lossscale._rules.engine import MOST_OVERFLOWS_IN_A_ROW
 from optax_lossscale._step import states as _states
@@ -86,6 +87,7 @@ def raise_if_failed(
       "run, got None; raise_if_failed(opt_state, 100) allows 100 skipped steps "
       "in a row."
     )
+  names = leaves.path_names(states)
   for path, state in states.items():
     # Convert the count to an array, since NNX keeps it in a variable.
     if isinstance(jnp.asarray(state.consecutive_skips), jax.core.Tracer):
@@ -93,7 +95,7 @@ def raise_if_failed(
         "`opt_state` must have values, got a traced one; call raise_if_failed "
         "between the steps, outside jit."
       )
-    place = f"at {path!r}: " if len(states) > 1 else ""
+    place = f"at {names[path]!r}: " if len(states) > 1 else ""
     most = max_consecutive_skips
     found = _end_of_system(state) or (most is not None and _row(state, most))
     if found:

@@ -108,7 +108,8 @@ def check_inner_state(inner_state: object) -> None:
   """Raises if the optimizer's state already holds a loss scale."""
   paths = states.find_states(inner_state)
   if paths:
-    place = "/".join(filter(None, ["inner_state", next(iter(paths))]))
+    inside = leaves.path_name(next(iter(paths)))
+    place = "/".join(filter(None, ["inner_state", inside]))
     raise ValueError(
       f"`inner` must not contain loss_scaling, got it at {place}: gradients "
       "would be unscaled twice. Wrap the optimizer once, outermost."
@@ -169,6 +170,7 @@ def check_state(state: object, rule: base.LossScale | None) -> None:
       "`state` must be the LossScalingState that init made, got "
       f"{arguments.kind_of(state)}{remedy}."
     )
+  states.refuse_stack("state", state)
   init = loss_scales.NoLossScaleState if rule is None else rule.init
   expected = jax.eval_shape(lambda: leaves.as_arrays(init()))
   got = state.loss_scale_state

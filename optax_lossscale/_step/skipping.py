@@ -89,7 +89,8 @@ def select_on_skip(
 
   Raises:
     ValueError: if `opt_state` holds no `LossScalingState`, or several without a
-      `path`, or if `new` and `old` differ in structure.
+      `path`, or a stack of them outside of `jax.vmap`; or if `new` and `old`
+      differ in structure.
 
   Examples:
     >>> import jax.numpy as jnp

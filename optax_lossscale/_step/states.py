@@ -252,12 +252,10 @@ def _count_if(condition: jax.Array, count: jax.Array) -> jax.Array:
   return jnp.where(condition, optax.safe_increment(count), count)
 
 
-def find_states(tree: object) -> dict[str, LossScalingState]:
-  """Returns every `LossScalingState` in a pytree, keyed by its path."""
+def find_states(tree: object) -> dict[leaves.Path, LossScalingState]:
+  """Returns every `LossScalingState` in a pytree by its path."""
   nodes = jax.tree.leaves_with_path(tree, is_leaf=is_state)
-  return {
-    leaves.path_name(path): node for path, node in nodes if is_state(node)
-  }
+  return {path: node for path, node in nodes if is_state(node)}
 
 
 # The states of optimizers that must see the parameters in their own dtypes.
@@ -281,7 +279,7 @@ def keeps_narrow(inner_state: object) -> bool:
   return any(map(is_narrow_state, nodes))
 
 
-def require_states(opt_state: object) -> dict[str, LossScalingState]:
+def require_states(opt_state: object) -> dict[leaves.Path, LossScalingState]:
   """Returns the states that `find_states` finds; raises if there are none."""
   if states := find_states(opt_state):
     return states
@@ -311,18 +309,35 @@ def require_states(opt_state: object) -> dict[str, LossScalingState]:
 def find_state(opt_state: object, path: str | None = None) -> LossScalingState:
   """Returns the only `LossScalingState` in `opt_state`, or that at `path`."""
   states = require_states(opt_state)
-  chosen = {
-    key: state
-    for key, state in states.items()
-    if path is None or key == path or key.startswith(f"{path}/")
-  }
+  chosen = [
+    x for key, x in states.items() if path is None or leaves.is_at(key, path)
+  ]
   if len(chosen) == 1:
-    return next(iter(chosen.values()))
+    return chosen[0]
   got = len(chosen) or arguments.shown(path)
   raise ValueError(
     f"`opt_state` must hold one loss scale at `path`, got {got}; choose one by "
-    f"its path: path= one of {trees.listed(states)}."
+    "its path: path= one of "
+    f"{trees.listed(leaves.path_names(states).values())}."
   )
+
+
+def find_run(opt_state: object, path: str | None = None) -> LossScalingState:
+  """Returns the only state, as `find_state`; raises if it is of many runs."""
+  state = find_state(opt_state, path)
+  refuse_stack("opt_state", state)
+  return state
+
+
+def refuse_stack(name: str, state: LossScalingState) -> None:
+  """Raises if a state is a stack of several, outside of vmap."""
+  if shape := getattr(state.skipped_steps, "shape", ()):
+    raise ValueError(
+      f"`{name}` must be the state of one run, got a stack of shape {shape}, "
+      "as jax.vmap makes it: its flags would apply to the wrong axes of "
+      "arrays. Call this inside the function that jax.vmap maps, or choose one "
+      f"run: jax.tree.map(lambda x: x[0], {name})."
+    )
 
 
 def get_loss_scale(
@@ -383,7 +398,7 @@ def state_in_use(
   opt_state: object, path: str | None = None
 ) -> LossScalingState:
   """Returns the one state, or raises if a compiled function would freeze it."""
-  state = find_state(opt_state, path)
+  state = find_run(opt_state, path)
   if not jax.tree.leaves(state.loss_scale_state):
     return state  # S is constant.
   loss_scale = state.loss_scale_state.loss_scale
@@ -436,11 +451,11 @@ def is_state(x: object) -> TypeGuard[LossScalingState]:
 
 
 def replace_states(
-  replace: Callable[[str, LossScalingState], object], tree: Any
+  replace: Callable[[leaves.Path, LossScalingState], object], tree: Any
 ) -> Any:
   """Returns a tree with each state of loss scaling replaced, given its path."""
   return jax.tree.map_with_path(
-    lambda path, x: replace(leaves.path_name(path), x) if is_state(x) else x,
+    lambda path, x: replace(path, x) if is_state(x) else x,
     tree,
     is_leaf=is_state,
   )

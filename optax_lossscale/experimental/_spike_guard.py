@@ -191,7 +191,7 @@ class SpikeGuard:
     is_above = value > threshold
     begins_anew = is_above & (state.consecutive_spikes >= self.patience)
     is_spike = is_above & ~begins_anew
-    last = states.find_state(opt_state, path)
+    last = states.find_run(opt_state, path)
     is_other = last.skipped & ~is_spike  # Skipped for another reason.
     is_unseen = ~jnp.isfinite(value) | last.overflow | is_other
     enters = ~is_spike | (self.on_spike != "drop")

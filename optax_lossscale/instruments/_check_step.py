@@ -13,6 +13,7 @@ import warnings
 import jax
 
 from optax_lossscale._base import arguments
+from optax_lossscale._base import leaves
 from optax_lossscale._base import wiring
 from optax_lossscale._step import states
 from optax_lossscale.instruments import _next_values
@@ -193,7 +194,7 @@ def _report(
   run: _next_values.Step,
   named: dict[str, object],
   carry: _next_values.Carry | None,
-  known: Mapping[str, str],
+  known: Mapping[str, leaves.Path],
   may_change: Sequence[str],
 ) -> _verdicts.StepReport:
   """Returns what a proof and runs find, or a proof alone if it gets shapes."""
@@ -222,11 +223,11 @@ def _report(
     proof = _proved(traced, named, found, certain, free)
   else:
     proof = _proof.Proof((), found, certain, (), ())
-  report = _verdicts.StepReport((), proof.next_values, proof.follows)
+  bound = _runs.Bound(
+    run, named, proof.next_values, proof.certain, free, is_narrow
+  )
+  report = _verdicts.StepReport((), bound.places, proof.follows)
   if not are_shapes:
-    bound = _runs.Bound(
-      run, named, proof.next_values, proof.certain, free, is_narrow
-    )
     report = _runs.report(bound)
   laws = _verdicts.combined(proof.laws, [*report.laws, precision])
   is_proved = any(x.verdict == "proved" for x in laws)
@@ -237,9 +238,9 @@ def _report(
 def _proved(
   traced: _proof.Traced,
   named: dict[str, object],
-  found: dict[str, str],
+  found: dict[str, leaves.Path],
   certain: frozenset[str],
-  free: frozenset[str],
+  free: frozenset[leaves.Path],
 ) -> _proof.Proof:
   """Returns the proof of a step; a mistake in the proof proves nothing."""
   try:

@@ -14,18 +14,22 @@ from optax_lossscale._base import leaves
 _BLOCK = 1024
 
 
-def named(tree: object) -> dict[str, jax.Array]:
-  """Returns the gradients of a tree by their paths, such as "Dense_0/kernel".
+def by_path(tree: object) -> dict[leaves.Path, jax.Array]:
+  """Returns the gradients of a tree by their paths.
 
   Flax's `_overwrite_with_gradient`, which bypasses the wrapper, is left out.
   """
-  found: dict[str, jax.Array] = {}
-  for path, leaf in jax.tree.leaves_with_path(leaves.as_arrays(tree)):
-    if leaves.is_gradient(leaf) and not leaves.overwrites(path):
-      name = leaves.path_name(path)
-      # Two names may be equal, since a key may contain a slash.
-      found[jax.tree_util.keystr(path) if name in found else name] = leaf
-  return found
+  return {
+    path: leaf
+    for path, leaf in jax.tree.leaves_with_path(leaves.as_arrays(tree))
+    if leaves.is_gradient(leaf) and not leaves.overwrites(path)
+  }
+
+
+def named(tree: object) -> dict[str, jax.Array]:
+  """Returns the gradients of a tree by name, such as "Dense_0/kernel"."""
+  found = by_path(tree)
+  return {name: found[x] for x, name in leaves.path_names(found).items()}
 
 
 def count(

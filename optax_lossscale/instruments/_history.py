@@ -227,22 +227,19 @@ def _find_record(opt_state: object, path: str | None) -> RecordState:
   nodes = jax.tree.leaves_with_path(
     opt_state, is_leaf=lambda x: isinstance(x, RecordState)
   )
-  records = {
-    leaves.path_name(key): node
-    for key, node in nodes
-    if isinstance(node, RecordState)
-  }
+  records = {key: node for key, node in nodes if isinstance(node, RecordState)}
   if not records:
     raise ValueError(
       "`opt_state` must hold a record, got a "
       f"{arguments.kind_of(opt_state)} without one; wrap the optimizer: tx = "
       "record(loss_scaling(inner, rule), capacity=1000)."
     )
-  if path is None and len(records) == 1:
-    [path] = records
-  if path not in records:
+  chosen = [
+    x for key, x in records.items() if path is None or leaves.is_at(key, path)
+  ]
+  if len(chosen) != 1:
     raise ValueError(
-      f"`path` must be that of one record, got {shown(path)}; there are "
-      f"records at {trees.listed(records)}."
+      f"`path` must be the path of one record, got {shown(path)}; there are "
+      f"records at {trees.listed(leaves.path_names(records).values())}."
     )
-  return records[path]
+  return chosen[0]

@@ -87,9 +87,11 @@ class Event(NamedTuple):
 
   def of(self, tree: object) -> list[tuple[str, Value]]:
     """Returns the names and values of a tree of positions."""
+    found = dict(jax.tree.leaves_with_path(tree))
+    names = leaves.path_names(found)
     return [
-      (leaves.path_name(path), self.values[x])
-      for path, x in jax.tree.leaves_with_path(tree)
+      (names[path], self.values[x])
+      for path, x in found.items()
       if isinstance(x, named_calls.Position)
     ]
 
@@ -104,7 +106,7 @@ class Interpreter:
   def __init__(
     self,
     named: Sequence[named_calls.NamedCall],
-    overflowing: frozenset[str | Place] = frozenset(),
+    overflowing: frozenset[leaves.Path | Place] = frozenset(),
   ) -> None:
     self._named = named
     self._overflowing = overflowing
@@ -737,7 +739,7 @@ def _examined(
   event: Event,
   made: Value,
   equation: core.JaxprEqn,
-  overflowing: frozenset[str | Place],
+  overflowing: frozenset[leaves.Path | Place],
 ) -> list[Value]:
   place, (loss_scale, *_) = event.place, event.call.inputs
   finding = event.call.outputs

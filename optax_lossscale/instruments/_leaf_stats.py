@@ -359,21 +359,21 @@ def _computation_dtype(
 ) -> np.dtype | None:
   """Returns the dtype that a check names for a leaf; None for its own."""
   if not checks.is_function(check.dtype):
-    by_path = {
-      leaves.path_name(place): dtype
-      for place, dtype in jax.tree.leaves_with_path(
-        check.dtype, is_leaf=leaves.is_none
-      )
-    }
-    parts = path.split("/")
-    names = ["", *("/".join(parts[: i + 1]) for i in range(len(parts)))]
-    found = [by_path[name] for name in names if name in by_path]
+    given = jax.tree.leaves_with_path(check.dtype, is_leaf=leaves.is_none)
+    # The longest text that leads to the leaf, since a key may hold a slash.
+    found = [
+      (len(text), dtype)
+      for place, dtype in given
+      for text in (leaves.path_name(place), jax.tree_util.keystr(place))
+      if not text or (path.startswith(text) and path[len(text) :][:1] in "/[.")
+    ]
     if not found:
       raise ValueError(
         "`dtype` must be a tree of dtypes whose structure is a prefix of the "
         f"gradients', got none for the one at {path!r}."
       )
-    check = dataclasses.replace(check, dtype=found[0])
+    dtype = max(found, key=lambda x: x[0])[1]
+    check = dataclasses.replace(check, dtype=dtype)
   leaf = jax.ShapeDtypeStruct((), own)
   [(_, dtype)] = checks.with_computation_dtypes(check, {path: leaf})
   return dtype

@@ -42,6 +42,8 @@ RETURN = (
   "nnx.Optimizer holds it"
 )
 
+Path = leaves.Path
+
 # Leads from arguments, by name or position, to the outputs of a step.
 Carry = Mapping[Any, int | str]
 
@@ -51,10 +53,10 @@ Step = Callable[[Mapping[str, object]], object]
 
 def match(
   named: Mapping[str, object],
-  outputs: Mapping[str, object],
+  outputs: Mapping[Path, object],
   carry: Carry | None,
-  known: Mapping[str, str],
-) -> dict[str, str]:
+  known: Mapping[str, Path],
+) -> dict[str, Path]:
   """Returns, by argument, the path of the output that is its next value.
 
   The outputs are all subtrees of what the step returns, by their paths. Those
@@ -72,13 +74,14 @@ def match(
   # The optimizer's state first, since it holds trees like the parameters.
   for name in sorted(named, key=lambda x: not states.find_states(named[x])):
     like = form(named[name])
-    places = [chosen.get(name, "-")]
-    if carry is None:
-      # Single numbers look alike, such as a learning rate and a loss.
-      is_number = _is_plain(named[name]) and not np.shape(named[name])
-      places = [] if is_number or not like[1] else [*outputs]
-    elif places == ["0"]:
-      places = ["0", ""]  # The report calls a step's only output 0.
+    # Single numbers look alike, such as a learning rate and a loss.
+    is_number = _is_plain(named[name]) and not np.shape(named[name])
+    places = [] if is_number or not like[1] else [*outputs]
+    if carry is not None:
+      text = chosen.get(name)
+      places = [
+        x for x in outputs if text in (place_name(x), jax.tree_util.keystr(x))
+      ]
     for place in places:
       is_like = forms.get(place) == like and name not in found
       if is_like and not overlaps(place, found.values()):
@@ -88,11 +91,11 @@ def match(
       "`carry` must lead from arguments to outputs of the same structure, "
       f"shapes and dtypes, got {arguments.shown(carry)}; the arguments are "
       f"{', '.join(named)}, the outputs "
-      f"{', '.join(x for x in outputs if x and '/' not in x)}."
+      f"{', '.join(place_name(x) for x in outputs if len(x) == 1)}."
     )
   new = states.find_states({x: outputs[y] for x, y in found.items()})
   missing = [
-    path
+    leaves.path_name(path)
     for path, x in states.find_states(named).items()
     if path not in new and jax.tree.leaves(x.loss_scale_state)
   ]
@@ -115,10 +118,10 @@ def _is_plain(tree: object) -> bool:
 
 def may_change(
   named: Mapping[str, object], patterns: Sequence[str]
-) -> set[str]:
+) -> set[Path]:
   """Returns the leaves that `may_change` names; a pattern may name none."""
-  names = [leaves.path_name(x) for x, _ in jax.tree.leaves_with_path(named)]
-  found: set[str] = set()
+  names = leaves.path_names(x for x, _ in jax.tree.leaves_with_path(named))
+  found: set[Path] = set()
   if not isinstance(patterns, (str, Sequence, Set, type(None))):
     raise TypeError(
       '`may_change` must be a list of names and patterns, such as ["*/rngs/*"],'
@@ -127,13 +130,14 @@ def may_change(
   # A string is a single pattern, not a sequence of letters.
   for x in [patterns] if isinstance(patterns, str) else patterns or ():
     chosen = {
-      name
-      for name in names
+      path
+      for path, name in names.items()
       if f"{name}/".startswith(f"{x}/")  # Brackets are literal here.
       or any(fnmatch.fnmatch(name, y) for y in (str(x), f"{x}/*"))
     }
     if not chosen and not {*str(x)} & {*"*?["}:
-      alike = difflib.get_close_matches(str(x), names, len(names), 0)
+      texts = [*names.values()]
+      alike = difflib.get_close_matches(str(x), texts, len(texts), 0)
       raise ValueError(
         "`may_change` must name leaves of the arguments, or be a pattern, got "
         f"{arguments.shown(x)}; they are {listed(alike)}."
@@ -149,26 +153,25 @@ def form(tree: object) -> tuple[object, Sequence[object]]:
   return jax.tree.structure(tree), forms
 
 
-def subtrees(tree: object, name: str = "") -> Iterator[tuple[str, object]]:
+def subtrees(tree: object, at: Path = ()) -> Iterator[tuple[Path, object]]:
   """Yields the path and value of each subtree, outer ones first."""
-  yield name, tree
+  yield at, tree
   children = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is not tree)
   for path, child in children:
     if child is not tree:
-      key = leaves.path_name(path)
-      yield from subtrees(child, f"{name}/{key}" if name else key)
+      yield from subtrees(child, (*at, *path))
 
 
-def named_leaves(tree: object, inside: str = "") -> dict[str, Any]:
-  """Returns a tree's arrays by name, except those of loss scaling itself."""
-  found: dict[str, Any] = {}
+def compared(tree: object, at: Path = ()) -> dict[Path, Any]:
+  """Returns a tree's arrays by path, except those of loss scaling itself."""
+  found: dict[Path, Any] = {}
   for path, x in jax.tree.leaves_with_path(tree, is_leaf=_counts_skips):
-    name = "/".join(filter(None, [inside, leaves.path_name(path)]))
     if _counts_skips(x):
-      kept = {field: getattr(x, field) for field in _KEPT[type(x)]}
-      found |= named_leaves(kept, name)
+      for field in _KEPT[type(x)]:
+        key = jax.tree_util.GetAttrKey(field)
+        found |= compared(getattr(x, field), (*at, *path, key))
     elif is_value(x) and path[-1:] != _ATTEMPTS:
-      found[name] = x
+      found[*at, *path] = x
   return found
 
 
@@ -189,16 +192,24 @@ def is_key(x: object) -> TypeGuard[jax.Array]:
   return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
-def overlaps(name: str, places: Iterable[str]) -> bool:
+def is_inside(path: Path, *outer: Path) -> bool:
+  """Returns whether a path is one of the others, or leads into one."""
+  return any(path[: len(x)] == x for x in outer)
+
+
+def overlaps(path: Path, places: Iterable[Path]) -> bool:
   """Returns whether a path is inside any of the others, or around one."""
-  first = f"/{name}/".replace("//", "/")
-  others = [f"/{x}/".replace("//", "/") for x in places]
-  return any(first.startswith(x) or x.startswith(first) for x in others)
+  return any(is_inside(path, x) or is_inside(x, path) for x in places)
 
 
-def argument_of(name: str) -> str:
+def argument_of(path: Path) -> str:
   """Returns the argument that a leaf is in."""
-  return name.partition("/")[0]
+  return leaves.path_name(path[:1])
+
+
+def place_name(place: Path) -> str:
+  """Returns the text of an output; a step's only output is called 0."""
+  return leaves.path_name(place) or "0"
 
 
 def listed(names: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """A step that changes Flax NNX objects in place, as one that returns them."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from flax import nnx
 import jax
@@ -11,7 +12,7 @@ from optax_lossscale.instruments._next_values import Step
 
 def returning(
   step: Step, named: dict[str, object]
-) -> tuple[Step, dict[str, object], dict[str, str]]:
+) -> tuple[Step, dict[str, object], dict[str, leaves.Path]]:
   """Returns a step on plain values, the values, and the outputs of objects."""
   objects = {name: x for name, x in named.items() if _holds_objects(x)}
   changing = _changing(objects)
@@ -29,7 +30,10 @@ def returning(
     output = step({**values, **copies})
     return nnx.as_pure(_changing(copies)), output
 
-  known = {name: f"0/{name}" for name in changing}
+  first = jax.tree_util.SequenceKey(0)
+  known: dict[str, leaves.Path] = {
+    name: (first, jax.tree_util.DictKey(name)) for name in changing
+  }
   return run, named | nnx.as_pure(changing), known
 
 
@@ -42,13 +46,13 @@ def _holds_objects(tree: object) -> bool:
   return any(isinstance(x, objects) for x in found)
 
 
-def _changing(named: dict[str, object]) -> dict[str, dict[str, object]]:
+def _changing(named: dict[str, object]) -> dict[str, Any]:
   """Returns the parts that a step may change, by argument and path.
 
   An optimizer's state is one part, so that the loss scaling in it can be found
   by its type. Sown values are left out, since they only report on a step.
   """
-  found: dict[str, dict[str, object]] = {}
+  found: dict[str, Any] = {}
   for place, node in nnx.iter_graph(named, graph=True):
     if isinstance(node, nnx.Optimizer):
       place, node = (*place, "opt_state"), node.opt_state
@@ -56,9 +60,14 @@ def _changing(named: dict[str, object]) -> dict[str, dict[str, object]]:
       node, (nnx.OptState, nnx.Intermediate)
     ):
       continue
-    name, *path = map(str, place)
+    path = [*map(str, place)]
     # The gradients of FP8 statistics take their place, and so follow S.
     kind = type(node).__name__
-    path = [kind, *path] if kind in leaves.OVERWRITE_WITH_GRADIENT else path
-    found.setdefault(name, {})["/".join(path)] = node
+    if kind in leaves.OVERWRITE_WITH_GRADIENT:
+      path.insert(1, kind)
+    inner = found
+    for key in path[:-1] or path:
+      inner = inner.setdefault(key, {})
+    # An argument that is a variable itself has no key inside.
+    inner[path[-1] if path[1:] else ""] = node
   return found

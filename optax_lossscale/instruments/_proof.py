@@ -17,6 +17,7 @@ import numpy as np
 
 from optax_lossscale._base import leaves
 from optax_lossscale._base import named_calls
+from optax_lossscale._base.leaves import Path
 from optax_lossscale._base.named_calls import Position
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import source_lines
@@ -33,6 +34,9 @@ from optax_lossscale.instruments._values import Scale
 from optax_lossscale.instruments._values import Value
 from optax_lossscale.instruments._verdicts import Line
 from optax_lossscale.instruments._verdicts import Proved
+
+# Where a state of loss scaling holds the optimizer's.
+_INNER = jax.tree_util.GetAttrKey("inner_state")
 
 # A proof is tried for each truth of as many flags among the arguments.
 _MOST_FLAGS = 3
@@ -60,7 +64,7 @@ class Proof(NamedTuple):
   """
 
   laws: tuple[Proved, ...]
-  next_values: Mapping[str, str]
+  next_values: Mapping[str, Path]
   certain: frozenset[str]
   follows: tuple[str, ...]
   assumptions: tuple[str, ...]
@@ -133,7 +137,7 @@ class _Problem(NamedTuple):
 class _Pair(NamedTuple):
   """A leaf of an argument, and that of its next value."""
 
-  name: str
+  path: Path
   before: int
   after: int
 
@@ -145,9 +149,9 @@ class _Step:
     self,
     traced: Traced,
     named: Mapping[str, object],
-    next_values: Mapping[str, str],
+    next_values: Mapping[str, Path],
     certain: Collection[str],
-    free: Collection[str],
+    free: Collection[Path],
   ) -> None:
     self.traced = traced
     self.states = {
@@ -156,7 +160,11 @@ class _Step:
       if jax.tree.leaves(state.loss_scale_state)
     }
     # The states whose S is 1 for ever, a number like any other.
-    self.ones: frozenset[str] = frozenset()
+    self.ones: frozenset[Path] = frozenset()
+    self.names = {
+      **leaves.path_names(_next_values.compared(traced.inputs)),
+      **leaves.path_names(self.states),
+    }
     self.positions = dict(_next_values.subtrees(traced.outputs))
     self.next_values = dict(next_values)
     # Arguments whose next value was guessed by its form alone.
@@ -167,24 +175,21 @@ class _Step:
       pair
       for name, place in self.next_values.items()
       for pair in self._pairs(name, place)
-      if pair.name not in free
+      if pair.path not in free
     ]
     self.parameters = [
-      x.name
+      x.path
       for x in self.pairs
       if leaves.is_gradient(traced.jaxpr.in_avals[x.before])
-      and not self._is_state(x.name)
+      and not _next_values.is_inside(x.path, *self.states)
     ]
     avals = traced.jaxpr.in_avals
     self.flags = [
       int(x)
-      for name, x in _named(traced.inputs)
+      for path, x in _positioned(traced.inputs).items()
       if avals[x].dtype == bool and not avals[x].shape
-      if not self._is_state(name)
+      if not _next_values.is_inside(path, *self.states)
     ]
-
-  def _is_state(self, name: str) -> bool:
-    return any(_inside(name, x) for x in self.states)
 
   def _match(self, named: Mapping[str, object]) -> None:
     """Corrects the next values by what a skipped step returns."""
@@ -247,22 +252,22 @@ class _Step:
       not avals[x.before].shape
       and np.issubdtype(avals[x.before].dtype, np.integer)
       and applied[x.after].identity != Identity(x.before)
-      and applied[x.after].all_of("reads") == {x.name}
+      and applied[x.after].all_of("reads") == {leaves.path_name(x.path)}
       for x in pairs
     )
 
-  def is_guessed(self, name: str) -> bool:
+  def is_guessed(self, path: Path) -> bool:
     """Returns whether a leaf's argument may have another next value."""
-    return _next_values.argument_of(name) in self.guessed
+    return _next_values.argument_of(path) in self.guessed
 
-  def _pairs(self, name: str, place: str) -> list[_Pair]:
-    before = _next_values.named_leaves(self.traced.inputs[name], name)
-    after = _next_values.named_leaves(self.positions[place], name)
+  def _pairs(self, name: str, place: Path) -> list[_Pair]:
+    before = _next_values.compared({name: self.traced.inputs[name]})
+    after = _next_values.compared({name: self.positions[place]})
     return [_Pair(x, before[x], after[x]) for x in before if x in after]
 
   def run(
     self,
-    overflowing: Collection[str | _degrees.Place] = (),
+    overflowing: Collection[Path | _degrees.Place] = (),
     flags: Mapping[int, bool] | None = None,
   ) -> tuple[Sequence[_interpret.Event], list[Value]]:
     """Interprets the step, given the states that overflow."""
@@ -270,9 +275,9 @@ class _Step:
       int(x): Value(
         constant=(flags or {}).get(x),
         identity=Identity(int(x)),
-        facts=frozenset([Fact("reads", _next_values.argument_of(name))]),
+        facts=frozenset([Fact("reads", _next_values.argument_of(path))]),
       )
-      for name, x in _named(self.traced.inputs)
+      for path, x in _positioned(self.traced.inputs).items()
     }
     for path, state in self.states.items():
       for x in (state.amax, state.range_used):
@@ -280,7 +285,7 @@ class _Step:
           reason = "it is of the S of the step before"
           values[x] = values[x].but(degree=_degrees.Unknown(reason, False))
       position = _interpret.position_of_scale(state.loss_scale_state)
-      words = "S" if len(self.states) == 1 else f"S of {path}"
+      words = "S" if len(self.states) == 1 else f"S of {self.names[path]}"
       axes = tuple(range(self.traced.jaxpr.in_avals[position].ndim))
       degree = _degrees.of((_degrees.Symbol(words, position), axes))
       values[position] = values[position].but(
@@ -311,7 +316,7 @@ class _Case(NamedTuple):
   flags: Mapping[int, bool]
   events: Sequence[_interpret.Event]
   applied: Sequence[Value]
-  skipped: Mapping[str, Sequence[Value]]
+  skipped: Mapping[Path, Sequence[Value]]
 
   def of_kind(self, *kinds: str) -> list[_interpret.Event]:
     """Returns the named calls of some kinds."""
@@ -321,9 +326,9 @@ class _Case(NamedTuple):
 def prove(
   traced: Traced,
   named: Mapping[str, object],
-  next_values: Mapping[str, str],
+  next_values: Mapping[str, Path],
   certain: Collection[str],
-  free: Collection[str],
+  free: Collection[Path],
 ) -> Proof:
   """Proves or refutes the laws of a step that was traced.
 
@@ -371,7 +376,7 @@ def _holds(laws: Sequence[Proved]) -> bool:
 def _judge(step: _Step, flags: Mapping[int, bool]) -> list[Proved]:
   """Returns what is proved of a step, given some flags' truth."""
   events, applied = step.run((), flags)
-  gates: dict[str | None, list[_interpret.Event]] = {}
+  gates: dict[Path | None, list[_interpret.Event]] = {}
   for x in events:
     if x.kind == "examine" and x.call.facts["is_gate"]:
       gates.setdefault(_path_of(x.values[x.call.inputs[0]]), []).append(x)
@@ -401,7 +406,8 @@ def _split(case: _Case) -> Iterator[_Problem]:
     for x in case.of_kind("move")
     for axis in x.values[x.call.inputs[1]].all_of("varies")
   }
-  for name, _, after in case.step.pairs:
+  for path, _, after in case.step.pairs:
+    name = case.step.names[path]
     for axis in case.applied[after].all_of("mixed") & alone.keys():
       text = (
         f"{name} mixes the gradients of all devices along {axis!r}, and each "
@@ -414,18 +420,18 @@ def _split(case: _Case) -> Iterator[_Problem]:
       yield _Problem("open", text, _verdicts.ALONE, where)
 
 
-def _moved_path(move: _interpret.Event) -> str | None:
+def _moved_path(move: _interpret.Event) -> Path | None:
   """Returns the state that a call of a rule moves."""
   position = _interpret.position_of_scale(move.call.inputs[0])
   return _path_of(move.values[position])
 
 
-def _path_of(loss_scale: Value) -> str | None:
+def _path_of(loss_scale: Value) -> Path | None:
   return loss_scale.scale and loss_scale.scale.path
 
 
 def _scale_law(
-  path: str | None,
+  path: Path | None,
   gates: Sequence[_interpret.Event],
   step: _Step,
   skips: Sequence[_interpret.Event],
@@ -449,7 +455,7 @@ def _scale_law(
   one = len(names) == 1
   each = "The gradient" if one else f"Each of the {len(names)} gradients"
   text = f"{each} that `update` is given is S times the true one."
-  place = "" if path is None or len(step.states) == 1 else path
+  place = "" if path is None or len(step.states) == 1 else step.names[path]
   return _law("scale", problems, text, place)
 
 
@@ -570,15 +576,15 @@ def _invariance_law(case: _Case) -> Proved:
     return Proved("invariance", "unknown", _verdicts.NOT_COMPARED[1])
   problems = [
     _dependence(
-      name,
+      step.names[path],
       case.applied[after],
       _verdicts.PASSED_BY,
       case.of_kind("move"),
-      is_sure=not step.is_guessed(name),
+      is_sure=not step.is_guessed(path),
     )
-    for name, _, after in step.pairs
+    for path, _, after in step.pairs
     # The statistics of FP8 layers follow S, since they see scaled gradients.
-    if not leaves.OVERWRITE_WITH_GRADIENT & {*name.split("/")}
+    if not leaves.overwrites(path)
   ]
   problems += [*_next_scales(case), *_still(case), *_split(case)]
   text = f"None of {len(step.pairs)} next values depends on S."
@@ -587,26 +593,26 @@ def _invariance_law(case: _Case) -> Proved:
 
 def _still(case: _Case) -> Iterator[_Problem]:
   """Yields the problem that a step that is applied changes nothing."""
-  pairs = case.step.pairs
+  pairs, names = case.step.pairs, case.step.names
   kept = {
-    x.name
+    x.path
     for x in pairs
     if case.applied[x.after].identity == Identity(x.before)
   }
   inner = [
-    [x.name for x in pairs if _inside(x.name, f"{y}/inner_state")]
+    [x.path for x in pairs if _next_values.is_inside(x.path, (*y, _INNER))]
     for y in case.skipped
   ]
   for group in (case.step.parameters, *inner):
     if group and kept.issuperset(group):
-      text = f"A step that is applied returns the old {group[0]}"
+      text = f"A step that is applied returns the old {names[group[0]]}"
       yield _Problem("refuted", text, _verdicts.RETURNED)
 
 
 def _next_scales(case: _Case) -> Iterator[_Problem]:
   """Yields what is wrong with the S of each state that is returned."""
   step = case.step
-  after: dict[str, states.LossScalingState] = {}
+  after: dict[Path, states.LossScalingState] = {}
   for name, place in step.next_values.items():
     after |= states.find_states({name: step.positions[place]})
   for path in step.states:
@@ -624,7 +630,7 @@ def _next_scales(case: _Case) -> Iterator[_Problem]:
       text = "is not what the rule makes of this one"
       verdict = "refuted" if getattr(value.degree, "is_sure", True) else "open"
     elif scale.path != path:
-      text = f"is that of {scale.path}"
+      text = f"is that of {step.names[scale.path]}"
     elif scale.stage == "old":
       text = "is the old one, so S never moves"
     elif scale.stage == "untold":
@@ -638,7 +644,7 @@ def _next_scales(case: _Case) -> Iterator[_Problem]:
       places = [skipped.place]
     else:
       continue
-    of = f" of {path}" if len(step.states) > 1 else ""
+    of = f" of {step.names[path]}" if len(step.states) > 1 else ""
     text = f"The next S{of} {text}"
     yield _Problem(verdict, text, _verdicts.RETURNED, _lines(places))
 
@@ -649,7 +655,7 @@ def _skip_law(case: _Case) -> Proved:
   _, outputs = step.run(step.states.keys(), case.flags)
   are_skipped = [
     outputs[x.skipped].constant
-    for x in states.find_states(step.positions).values()
+    for x in states.find_states(step.traced.outputs).values()
     if isinstance(x.skipped, Position)
   ]
   if are_skipped and all(x is False for x in are_skipped):
@@ -660,13 +666,13 @@ def _skip_law(case: _Case) -> Proved:
     # Values that only this state's gradients move must stay if it skips. Else
     # this is what other states move, perhaps by values of this one.
     problems += [
-      _changed(case, alone[x.after], x, f", though {path} skips")
+      _changed(case, alone[x.after], x, f", though {step.names[path]} skips")
       for x in step.pairs
       if (scales := applied[x.after].scales) == {path}
       or (path in scales and not alone[x.after].scales)
     ]
     for other in skipped.keys() - {path}:
-      which = f"only {path} skips"
+      which = f"only {step.names[path]} skips"
       problems += _undone(case, alone, other, which, _verdicts.TOGETHER)
   problems += _undone_by_one(case)
   count = len(step.pairs)
@@ -676,11 +682,11 @@ def _skip_law(case: _Case) -> Proved:
 
 def _undone_by_one(case: _Case) -> Iterator[_Problem]:
   """Yields what is undone by half if one of a state's updates is skipped."""
-  places: dict[str, list[_degrees.Place]] = {}
+  places: dict[Path, list[_degrees.Place]] = {}
   for x in case.of_kind("examine"):
     if x.call.facts["is_gate"]:
       path = _path_of(x.values[x.call.inputs[0]])
-      places.setdefault(path or "", []).append(x.place)
+      places.setdefault(path or (), []).append(x.place)
   for path, updates in places.items():
     for place in updates if len(updates) > 1 else ():
       _, alone = case.step.run({place}, case.flags)
@@ -689,7 +695,7 @@ def _undone_by_one(case: _Case) -> Iterator[_Problem]:
 
 
 def _undone(
-  case: _Case, alone: Sequence[Value], path: str, which: str, remedy: str
+  case: _Case, alone: Sequence[Value], path: Path, which: str, remedy: str
 ) -> Iterator[_Problem]:
   """Yields a state whose parameters stay on a skip, while its moments move."""
 
@@ -697,18 +703,23 @@ def _undone(
     identity = alone[pair.after].identity
     return identity and identity.argument
 
-  inner = [x for x in case.step.pairs if _inside(x.name, f"{path}/inner_state")]
+  inner = [
+    x
+    for x in case.step.pairs
+    if _next_values.is_inside(x.path, (*path, _INNER))
+  ]
   moved = [
     x
     for x in case.step.pairs
-    if x.name in case.step.parameters
+    if x.path in case.step.parameters
     if path in case.applied[x.after].scales
   ]
   stay = all(alone[x.after].identity == Identity(x.before) for x in moved)
   is_half = stay and any(argument(x) != x.before for x in inner)
-  if moved and is_half and not any(case.step.is_guessed(x.name) for x in moved):
+  if moved and is_half and not any(case.step.is_guessed(x.path) for x in moved):
+    name = case.step.names.get(path, "")
     text = (
-      f"If {which}, the parameters that {path} moves stay, but not its "
+      f"If {which}, the parameters that {name} moves stay, but not its "
       "optimizer's state"
     )
     where = _lines([alone[x.after].place for x in moved])
@@ -720,19 +731,20 @@ def _changed(
 ) -> _Problem | None:
   """Returns how a skipped step may change a value."""
   identity, flag = Identity(pair.before), case.flags.get(pair.before)
+  name = case.step.names[pair.path]
   if value.identity == identity or (
     flag is not None and value.constant is flag
   ):
     unseen = value.mark("unseen")
-    text = f"{pair.name} may take inf from gradients that no `update` sees"
+    text = f"{name} may take inf from gradients that no `update` sees"
     where = _lines([unseen.place] if unseen else [])
     problem = _Problem("open", text, _verdicts.PASSED_BY, where)
     return problem if unseen else None
-  text = f"If the step is skipped, {pair.name} may change{more}"
+  text = f"If the step is skipped, {name} may change{more}"
   # A product with 0 may be NaN; a condition of the user's may be right; it may
   # be written otherwise.
   is_sure = value.identity != identity._replace(is_sure=False)
-  is_sure = is_sure and not case.step.is_guessed(pair.name)
+  is_sure = is_sure and not case.step.is_guessed(pair.path)
   return _Problem(_sure(is_sure), text, _verdicts.MOVES, _lines([value.place]))
 
 
@@ -740,17 +752,17 @@ def _follows(step: _Step) -> Iterator[str]:
   """Yields the outputs other than next values that depend on S."""
   _, outputs = step.run()
   places = step.next_values.values()
-  for name, x in _named(step.traced.outputs):
-    is_free = _degrees.is_free(outputs[x].degree)
-    if not is_free and not _next_values.overlaps(name, places):
+  found = _positioned(step.traced.outputs)
+  for path, name in leaves.path_names(found).items():
+    is_free = _degrees.is_free(outputs[found[path]].degree)
+    if not is_free and not _next_values.overlaps(path, places):
       yield name
 
 
-def _named(tree: object) -> Iterator[tuple[str, Position]]:
-  """Yields the names and positions of a tree of positions."""
-  for path, x in jax.tree.leaves_with_path(tree):
-    if isinstance(x, Position):
-      yield leaves.path_name(path), x
+def _positioned(tree: object) -> dict[Path, Position]:
+  """Returns the positions in a tree by path."""
+  found = jax.tree.leaves_with_path(tree)
+  return {path: x for path, x in found if isinstance(x, Position)}
 
 
 def _explained(value: Value) -> tuple[str, tuple[Line, ...]]:
@@ -782,7 +794,3 @@ def _lines(places: Sequence[_degrees.Place]) -> tuple[Line, ...]:
       text = linecache.getline(file, int(line)).strip()
       found[file, int(line), text] = None
   return tuple(found)
-
-
-def _inside(name: str, path: str) -> bool:
-  return f"{name}/".startswith(f"{path}/")

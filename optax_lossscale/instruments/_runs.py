@@ -1,6 +1,5 @@
 """Runs a step with several values of S, and judges what comes out."""
 
-from collections.abc import Hashable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -16,6 +15,7 @@ import numpy as np
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
+from optax_lossscale._base.leaves import Path
 from optax_lossscale._rules import loss_scales
 from optax_lossscale._step import states
 from optax_lossscale.instruments import _next_values
@@ -42,7 +42,7 @@ _WORST_FIRST = ("wrong", "inconclusive", "rounding", "exact", "not applied")
 
 def bind(
   step: object, args: Sequence[object], caller: str, name: str = "step"
-) -> tuple[_next_values.Step, dict[str, object], dict[str, str]]:
+) -> tuple[_next_values.Step, dict[str, object], dict[str, Path]]:
   """Returns a step as a function of a dict of arguments, and that dict.
 
   The last result is which output is which object of Flax NNX, since a step
@@ -76,17 +76,25 @@ class Run(NamedTuple):
   """The outputs of one run of the step, with a given S for each loss scale."""
 
   after: dict[str, object]  # The next values of arguments.
-  watched: dict[str, np.ndarray]  # The leaves of `after` to compare.
-  others: dict[str, object]  # The other outputs, each subtree by its path.
-  states: dict[str, states.LossScalingState]
+  watched: dict[Path, np.ndarray]  # The leaves of `after` to compare.
+  others: dict[Path, object]  # The other outputs, each subtree by its path.
+  states: dict[Path, states.LossScalingState]
   # For each state by path: "nothing" if `update` did not run, else "applied",
   # "skipped", "several" for both, or "overflow" if an overflow was applied.
-  outcomes: dict[str, str]
+  outcomes: dict[Path, str]
 
   @property
   def overflows(self) -> bool:
     """True unless each S let its step be applied."""
     return not {*self.outcomes.values()} <= {"nothing", "applied"}
+
+  def flat_others(self) -> dict[Path, np.ndarray]:
+    """Returns the arrays of the other outputs on the host."""
+    return {
+      path: x
+      for place, tree in self.others.items()
+      for path, x in _host_leaves(tree, place).items()
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,39 +103,43 @@ class Bound:
 
   run: _next_values.Step
   named: dict[str, object]
-  next_values: Mapping[str, str]
+  next_values: Mapping[str, Path]
   # The arguments whose next value is not guessed, as those of NNX objects.
   certain: frozenset[str]
   # The leaves that may depend on S or change on a skip.
-  free: frozenset[str]
+  free: frozenset[Path]
   is_narrow: bool  # True if its dtypes may lose small numbers.
 
   @functools.cached_property
-  def given(self) -> dict[str, states.LossScalingState]:
+  def given(self) -> dict[Path, states.LossScalingState]:
     """The states of loss scaling among the arguments, by path."""
     return states.find_states(self.named)
 
   @functools.cached_property
-  def paths(self) -> list[str]:
+  def paths(self) -> list[Path]:
     """The paths of the states whose S can be set."""
     return [
       x for x, y in self.given.items() if jax.tree.leaves(y.loss_scale_state)
     ]
 
   @functools.cached_property
-  def before(self) -> dict[str, np.ndarray]:
+  def before(self) -> dict[Path, np.ndarray]:
     """The leaves that neither S nor a skip may change."""
     return self._watched(self.named)
 
   @functools.cached_property
-  def parameters(self) -> set[str]:
-    """The names of floating leaves outside loss scaling's states."""
+  def parameters(self) -> set[Path]:
+    """The paths of floating leaves outside loss scaling's states."""
     return {
-      name
-      for name, x in self.before.items()
-      if leaves.is_gradient(x)
-      and not any(f"{name}/".startswith(f"{y}/") for y in self.given)
+      path
+      for path, x in self.before.items()
+      if leaves.is_gradient(x) and not _next_values.is_inside(path, *self.given)
     }
+
+  @property
+  def places(self) -> dict[str, str]:
+    """The next values, as the report has them."""
+    return {x: leaves.path_name(y) for x, y in self.next_values.items()}
 
   @property
   def starts_infinite(self) -> bool:
@@ -137,7 +149,7 @@ class Bound:
       for x in self.before.values()
     )
 
-  def at(self, factors: Mapping[str, jax.typing.ArrayLike]) -> Run:
+  def at(self, factors: Mapping[Path, jax.typing.ArrayLike]) -> Run:
     """Runs the step on copies of its arguments, each S times its factor."""
     outputs = outputs_of(self.run, self.named, factors)
     places = self.next_values.values()
@@ -153,33 +165,33 @@ class Bound:
     """Returns the same step with the next values of a run as its arguments."""
     return dataclasses.replace(self, named=self.named | found.after)
 
-  def moved(self, found: Run) -> set[str]:
+  def moved(self, found: Run) -> set[Path]:
     """Returns the parameters that a run changed."""
     return self.parameters & {*_differing(self.before, found.watched)}
 
-  def _watched(self, named: Mapping[str, object]) -> dict[str, np.ndarray]:
+  def _watched(self, named: Mapping[str, object]) -> dict[Path, np.ndarray]:
     return {
-      name: _on_host(x)
-      for argument in self.next_values
-      for name, x in _next_values.named_leaves(
-        named[argument], argument
+      path: x
+      for name in self.next_values
+      for path, x in _host_leaves(
+        named[name], (jax.tree_util.DictKey(name),)
       ).items()
-      if name not in self.free
+      if path not in self.free
     }
 
 
 def outputs_of(
   run: _next_values.Step,
   named: dict[str, object],
-  factors: Mapping[str, jax.typing.ArrayLike] = {},
-) -> dict[str, object]:
+  factors: Mapping[Path, jax.typing.ArrayLike] = {},
+) -> dict[Path, object]:
   """Returns every subtree that a step returns, by its path."""
 
-  def copy(path: tuple[Hashable, ...], x: Any) -> object:
+  def copy(path: Path, x: Any) -> object:
     x = jax.tree.map(
       lambda x: x.copy() if isinstance(x, (jax.Array, np.ndarray)) else x, x
     )
-    factor = factors.get(leaves.path_name(path))
+    factor = factors.get(path)
     if factor is None:
       return x
     # `new` has the shape and sharding of S, so nothing recompiles.
@@ -202,7 +214,7 @@ def report(step: Bound) -> _verdicts.StepReport:
     later, _ = _judge(step.later(run))
     found = found if later.ok else later
   # A parameter that does not move, as at a learning rate of 0, hides mistakes.
-  seen: set[str] = set()
+  seen: set[Path] = set()
   for count in range(_verdicts.MOST_STEPS):
     seen |= step.moved(run)
     # Some parameters may be frozen and never move.
@@ -226,7 +238,7 @@ class _Start(NamedTuple):
   """The first run at an S that does not overflow, or the reason without one."""
 
   run: Run
-  factors: dict[str, float]
+  factors: dict[Path, float]
   halvings: int
   is_stalled: bool
   reason: Sequence[str] | None
@@ -256,15 +268,16 @@ def _judge(step: Bound) -> tuple[_verdicts.StepReport, Run]:
   first = start.run
   if start.reason:
     law = _verdicts.law_of("scale", start.reason)
-    return _verdicts.StepReport((law,), step.next_values), first
+    return _verdicts.StepReport((law,), step.places), first
   again = step.at(start.factors)
   is_repeatable = not _differing(first.watched, again.watched)
   skips = _skips(step, start)
   found, scales, invariances = [], {}, []
   if start.is_stalled:
     found.append(_verdicts.law_of("scale", _verdicts.STALLED))
-  follows: list[str] = []
-  for path in first.outcomes:
+  follows: list[Path] = []
+  names = leaves.path_names(first.outcomes)
+  for path, name in names.items():
     varied = _vary(step, start, path)
     scales[path] = _scale(
       step, path, start, varied, skips, step.is_narrow or not is_repeatable
@@ -272,19 +285,19 @@ def _judge(step: Bound) -> tuple[_verdicts.StepReport, Run]:
     invariance = _invariance(
       step, (first, again, *varied.runs), scales[path], skips
     )
-    of = path if len(first.outcomes) > 1 else ""
+    of = name if len(names) > 1 else ""
     found.append(_verdicts.law_of("scale", scales[path], of))
     of = "" if invariance[0] == "exact" else of
     invariances.append(_verdicts.law_of("invariance", invariance, of))
-    follows += _differing(first.others, varied.runs[0].others)
+    follows += _differing(first.flat_others(), varied.runs[0].flat_others())
   if step.is_narrow and skips.outcomes == {"skipped"}:
     skips = _grow(step, start, scales, skips)
   worst = min(invariances, key=lambda x: _WORST_FIRST.index(x.verdict))
   skip = _verdicts.law_of("skip", _verdicts.skip_law(*skips[1:]))
   report = _verdicts.StepReport(
     (*found, worst, skip),
-    step.next_values,
-    tuple(dict.fromkeys(follows)),
+    step.places,
+    tuple(leaves.path_names(first.others)[x] for x in dict.fromkeys(follows)),
     is_repeatable,
     start.halvings,
   )
@@ -298,7 +311,7 @@ class _Varied(NamedTuple):
   halvings: np.ndarray  # int[members], by how much each S is halved.
 
 
-def _vary(step: Bound, start: _Start, path: str) -> _Varied:
+def _vary(step: Bound, start: _Start, path: Path) -> _Varied:
   """Runs a step with one of its S smaller and smaller."""
 
   def at(share: jax.typing.ArrayLike) -> Run:
@@ -324,7 +337,7 @@ def _vary(step: Bound, start: _Start, path: str) -> _Varied:
 
 def _scale(
   step: Bound,
-  path: str,
+  path: Path,
   start: _Start,
   varied: _Varied,
   skips: "_Skips",
@@ -375,7 +388,7 @@ class _Skips(NamedTuple):
 
   infinite: Run
   outcomes: set[str]
-  changed: list[str]  # The leaves that a skip did not keep.
+  changed: list[Path]  # The leaves that a skip did not keep.
   doubtful: set[str]  # The arguments whose next value may be guessed wrong.
 
 
@@ -401,7 +414,7 @@ def _at_infinity(step: Bound) -> Run:
   """Runs a step with each S of inf, and sees what became of inf."""
   run = step.at(dict.fromkeys(step.paths, math.inf))
 
-  def outcome(path: str) -> str:
+  def outcome(path: Path) -> str:
     new = run.states[path]
     found = run.outcomes[path]
     if found == "applied" and not np.all(np.isfinite(_on_host(new.amax))):
@@ -431,7 +444,7 @@ def _with_changed(
 def _grow(
   step: Bound,
   start: _Start,
-  scales: Mapping[str, Sequence[str]],
+  scales: Mapping[Path, Sequence[str]],
   skips: _Skips,
 ) -> _Skips:
   """Runs a step with a growing S until its gradients overflow."""
@@ -471,7 +484,7 @@ def _grow(
   return skips
 
 
-def _is_lost(path: str, old: Run, new: Run, growth: float) -> bool:
+def _is_lost(path: Path, old: Run, new: Run, growth: float) -> bool:
   """Returns whether a larger S, by which amax should grow, made it smaller.
 
   A growth of 0 says that it need not grow, but may not vanish.
@@ -497,7 +510,7 @@ def _outcome(old: states.LossScalingState, new: states.LossScalingState) -> str:
 
 
 def _doubtful(
-  later: Bound, clean: Run, skipped: Run, changed: Sequence[str]
+  later: Bound, clean: Run, skipped: Run, changed: Sequence[Path]
 ) -> set[str]:
   """Returns the arguments whose next value may have been guessed wrong.
 
@@ -505,15 +518,15 @@ def _doubtful(
   """
 
   def is_doubtful(name: str) -> bool:
-    argument, after = later.named[name], {"": skipped.after[name]}
+    argument, after = later.named[name], _host_leaves(skipped.after[name])
     like = _next_values.form(argument)
     rivals = [
-      {"": x}
+      _host_leaves(x)
       for y, x in later.named.items()
       if y != name and _next_values.form(x) == like
     ]
     # Outputs of zero may be a skip's updates; those that jump may be gradients.
-    is_zero = not any(map(np.any, _host_leaves(after).values()))
+    is_zero = not any(map(np.any, after.values()))
     return (
       (_next_values.is_value(argument) and not _next_values.is_key(argument))
       or like in map(_next_values.form, skipped.others.values())
@@ -529,7 +542,7 @@ def _has_jumped(old: object, new: object) -> bool:
   """Returns whether a step changes a tree by more than half its size."""
   pairs = [
     [np.asarray(y[x], np.result_type(y[x], np.float64)) for y in (a, b)]
-    for a, b in [(_host_leaves({"": old}), _host_leaves({"": new}))]
+    for a, b in [(_host_leaves(old), _host_leaves(new))]
     for x in a
     if leaves.is_gradient(a[x])
   ]
@@ -542,14 +555,13 @@ def _on_host(x: object) -> np.ndarray:
   return np.asarray(jax.random.key_data(x) if _next_values.is_key(x) else x)
 
 
-def _host_leaves(tree: object) -> dict[str, np.ndarray]:
-  """Returns a tree's arrays on the host, by name."""
-  return {
-    name: _on_host(x) for name, x in _next_values.named_leaves(tree).items()
-  }
+def _host_leaves(tree: object, at: Path = ()) -> dict[Path, np.ndarray]:
+  """Returns a tree's arrays on the host, by path."""
+  return {x: _on_host(y) for x, y in _next_values.compared(tree, at).items()}
 
 
-def _differing(a: Mapping[str, object], b: Mapping[str, object]) -> list[str]:
-  """Returns the names of leaves that differ between two similar trees."""
-  first, second = _host_leaves(a), _host_leaves(b)
-  return [x for x in first if not _verdicts.is_same(first[x], second[x])]
+def _differing(
+  a: Mapping[Path, np.ndarray], b: Mapping[Path, np.ndarray]
+) -> list[Path]:
+  """Returns the paths of arrays that differ between two similar trees."""
+  return [x for x in a if not _verdicts.is_same(a[x], b[x])]

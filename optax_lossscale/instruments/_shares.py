@@ -42,25 +42,25 @@ def swallowed_share(params: optax.Params, updates: optax.Updates) -> jax.Array:
     >>> print(ols.instruments.swallowed_share(params, updates))
     0.5
   """
-  named_params = _elements.named(params)
-  named_updates = _elements.named(updates)
-  if not named_updates.keys() <= named_params.keys():
+  old, new = map(_elements.by_path, (params, updates))
+  names = leaves.path_names({**old, **new})
+  if not new.keys() <= old.keys():
     raise ValueError(
       "`updates` must be for the parameters, got one for "
-      f"{min(named_updates.keys() - named_params.keys())!r}, and parameters at "
-      f"{sorted(named_params)}."
+      f"{min(names[x] for x in new.keys() - old.keys())!r}, and parameters at "
+      f"{sorted(names[x] for x in old)}."
     )
-  for path, update in named_updates.items():
-    shapes = named_params[path].shape, update.shape
+  for path, update in new.items():
+    shapes = old[path].shape, update.shape
     if shapes[0] != shapes[1]:
       raise ValueError(
         f"`updates` must have the shapes of the parameters, got {shapes[1]} "
-        f"for a parameter of shape {shapes[0]} at {path!r}."
+        f"for a parameter of shape {shapes[0]} at {names[path]!r}."
       )
   counts = jnp.zeros(2, jnp.float32)
-  for path, update in named_updates.items():
+  for path, update in new.items():
     # Adds in float32, since a uint32 sum over many leaves could wrap around.
-    leaf = _count_swallowed(named_params[path], update)
+    leaf = _count_swallowed(old[path], update)
     counts += leaf.astype(jnp.float32)
   return counts[0] / jnp.maximum(counts[1], 1)
 

@@ -83,7 +83,7 @@ class Scale(NamedTuple):
     moves: the calls of `update` that led to it.
   """
 
-  path: str
+  path: leaves.Path
   stage: str
   moves: frozenset[Place] = frozenset()
 

@@ -466,18 +466,18 @@ def _compare(values: Sequence[np.ndarray], is_narrow: bool) -> tuple[str, str]:
 
 
 def invariance_law(
-  values: Sequence[Mapping[str, np.ndarray]],
+  values: Sequence[Mapping[leaves.Path, np.ndarray]],
   doubtful: set[str],
   is_narrow: bool,
 ) -> Sequence[str]:
   """Returns the invariance law: whether the next values depend on S."""
   named: dict[str, list[str]] = {}
-  for name in values[0]:
+  for path, name in leaves.path_names(values[0]).items():
     # The statistics of FP8 layers follow S, since they see scaled gradients.
-    if leaves.OVERWRITE_WITH_GRADIENT & {*name.split("/")}:
+    if leaves.overwrites(path):
       continue
-    found, seen = _compare([x[name] for x in values], is_narrow)
-    if found == "wrong" and _next_values.argument_of(name) in doubtful:
+    found, seen = _compare([x[path] for x in values], is_narrow)
+    if found == "wrong" and _next_values.argument_of(path) in doubtful:
       found = "doubtful"
     named.setdefault(found, []).append(name + seen)
   for found, (verdict, remedy) in _INVARIANCE.items():
@@ -557,7 +557,7 @@ def _stronger(proof: Proved, run: Law | None) -> Law:
 
 
 def skip_law(
-  outcomes: set[str], changed: Sequence[str], doubtful: set[str]
+  outcomes: set[str], changed: Sequence[leaves.Path], doubtful: set[str]
 ) -> Sequence[str]:
   """Returns the skip law: whether a step that overflowed changed nothing."""
   if not outcomes:
@@ -567,12 +567,14 @@ def skip_law(
       return law
   if not changed:
     return "exact", "A step that overflows changes nothing."
+  names = leaves.path_names(changed)
   certain = [
-    name for name in changed if _next_values.argument_of(name) not in doubtful
+    name
+    for path, name in names.items()
+    if _next_values.argument_of(path) not in doubtful
   ]
-  text = (
-    f"A step that overflows changed {_next_values.listed(certain or changed)}."
-  )
+  listed = _next_values.listed(certain or [*names.values()])
+  text = f"A step that overflows changed {listed}."
   return ("wrong", text, MOVES) if certain else ("inconclusive", text, CARRY)
 
 

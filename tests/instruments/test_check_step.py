@@ -144,11 +144,15 @@ def test_the_scale_law_follows_the_largest_gradient(amaxes, verdict, text):
 def test_the_invariance_law_compares_next_values(
   values, is_narrow, verdict, text
 ):
-  named = [{"p": np.float32([x])} for x in values]
+  key = jax.tree_util.DictKey
+  named = [{(key("p"),): np.float32([x])} for x in values]
   found = _verdicts.invariance_law(named, set(), is_narrow)
   assert found[0] == verdict and text in found[1]
   # The statistics of FP8 layers follow S.
-  fp8 = [{"p/_overwrite_with_gradient": x["p"]} for x in named]
+  fp8 = [
+    {(*path, key("_overwrite_with_gradient")): y for path, y in x.items()}
+    for x in named
+  ]
   assert _verdicts.invariance_law(fp8, set(), is_narrow)[0] == "exact"
   doubtful = _verdicts.invariance_law(named, {"p"}, is_narrow)[0]
   assert doubtful == ("inconclusive" if verdict == "wrong" else verdict)

@@ -100,6 +100,15 @@ def test_one_of_several_records_is_chosen_by_its_path():
       instruments.get_history(states, path=path)
 
 
+def test_two_records_at_paths_of_one_text_are_two_records():
+  states = {"a": {"b": run(make(2), [1.0])}, "a/b": run(make(2), [3.0])}
+  for path, amax in (("['a']['b']", 1.0), ("['a/b']", 3.0), ("a", 1.0)):
+    assert instruments.get_history(states, path=path).amax.tolist() == [amax]
+  for path in (None, "a/b"):
+    with pytest.raises(ValueError, match=r"'b'\]\", .*'a/b'"):
+      instruments.get_history(states, path=path)
+
+
 def test_what_cannot_be_recorded_or_read_is_refused():
   with pytest.raises(ValueError, match="read the history outside of jit"):
     jax.jit(instruments.get_history)(make(2).init(jnp.zeros(1)))

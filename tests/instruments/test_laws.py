@@ -685,6 +685,26 @@ def test_carry_says_which_outputs_are_next_values():
   assert_proved(check(*args, carry={"params": 0, "opt_state": 1}))
 
 
+# Haiku's names of modules hold slashes, so two leaves may be at "a/b".
+@pytest.mark.parametrize("moved", ["['extra']['a']['b']", "['extra']['a/b']"])
+@pytest.mark.parametrize("judge", [check, proved])
+def test_leaves_at_paths_of_one_text_are_two_leaves(judge, moved):
+  def change(new, _, extra):
+    # The loss is inf if the step overflows, and a skip must not add it.
+    return *new, jax.tree.map_with_path(
+      lambda path, x: (
+        x + new[2] if moved.endswith(jax.tree_util.keystr(path)) else x
+      ),
+      extra,
+    )
+
+  step, *args = ending(change, {"a": {"b": jnp.ones(3)}, "a/b": jnp.ones(3)})
+  carry = {"params": 0, "opt_state": 1, "extra": 3}
+  report = judge(step, *args, carry=carry)
+  assert verdicts(report)["skip"] == "wrong"
+  assert moved in said(report, "skip")
+
+
 def test_names_and_patterns_of_may_change_free_values():
   def step(params, opt_state, key, batch):
     key, mine = jax.random.split(key["l[0]"])

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from tests import support
 from tests.support import SMALLEST
 from tests.support import Stub
 
@@ -79,6 +80,65 @@ def test_guarantee_14_every_reader_takes_the_path():
   for reader in (ols.loss_scale_metrics, ols.get_loss_scale):
     with pytest.raises(ValueError, match="choose one by its path"):
       reader(both)
+
+
+# What would apply a member's flag or S to rows or columns of an array.
+READERS = {
+  "select": lambda state, x: ols.select_on_skip(state, x, x),
+  "unscale": lambda state, x: ols.unscale(x, state),
+  "scale": lambda state, x: ols.scale_loss(x, state),
+  "gradient": lambda state, x: ols.scaled_value_and_grad(jnp.sum, state)(x)[1],
+  "spikes": lambda state, x: GUARD.update(GUARD.init(), jnp.sum(x), state),
+  "update": lambda state, x: scaling().update(x, state, x),
+}
+GUARD = ols.experimental.SpikeGuard()
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("shape", [(3, 3), (3,), (3, 5), (3, 5, 3)])
+def test_a_state_that_vmap_made_is_read_inside_vmap(reader, shape):
+  x = jnp.arange(float(np.prod(shape))).reshape(shape)
+  stacked = jax.vmap(scaling().init)(x)
+  read = READERS[reader]
+  for state in (stacked, {"nested": stacked}):
+    if reader == "update" and state is not stacked:
+      continue
+    with pytest.raises(
+      ValueError, match=r"got a stack of shape \(3,\), as jax.v"
+    ):
+      read(state, x)
+  one = jax.tree.map(lambda x: x[0], stacked)
+  mapped = jax.vmap(read)(stacked, x)
+  support.assert_same_bits(
+    jax.tree.map(lambda y: y[0], mapped), read(one, x[0])
+  )
+
+
+def test_two_states_at_paths_of_one_text_are_two_states():
+  small, large = (scaling(x).init(jnp.ones(2)) for x in (8.0, 16.0))
+  _, failed = scaling(8.0).update(jnp.full(2, jnp.nan), small)
+  # Haiku's names of modules hold slashes.
+  both = {"net": {"linear": failed}, "net/linear": large}
+  long = ("['net']['linear']", "['net/linear']")
+  for path in (None, "net/linear"):
+    for reader in (
+      ols.get_loss_scale,
+      ols.loss_scale_metrics,
+      lambda x, path: ols.scaled_value_and_grad(jnp.sum, x, path=path)(1.0),
+      lambda x, path: ols.select_on_skip(x, 2, 1, path=path),
+    ):
+      with pytest.raises(ValueError, match="got 2; choose one") as error:
+        reader(both, path=path)
+      assert all(repr(x) in str(error.value) for x in long)
+  for path, scale, kept in ((long[0], 4, 1), (long[1], 16, 2), ("net", 4, 1)):
+    assert ols.get_loss_scale(both, path=path) == scale
+    assert ols.select_on_skip(both, 2, 1, path=path) == kept
+  _, again = scaling(8.0).update(jnp.full(2, jnp.nan), failed)
+  both["net"]["linear"] = again
+  with pytest.raises(
+    FloatingPointError, match=r"'net'.*'linear'.*2 steps in a"
+  ):
+    ols.raise_if_failed(both, max_consecutive_skips=1)
 
 
 def test_an_error_names_the_first_of_many_states():
