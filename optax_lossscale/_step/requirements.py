@@ -345,13 +345,18 @@ def explained(
     # Not before, since gradients need not have the structure of the parameters:
     # with `optax.lookahead` they do not.
     fits = trees.is_for_each_example
-    of_gradients = _init_shapes(inner, gradients, inner_state)
-    found = trees.difference(inner_state, of_gradients, fits)
+    # Of a state that depends on the parameters' dtypes, gradients tell nothing.
+    is_narrow = states.keeps_narrow(inner_state)
+    found = None
+    if not is_narrow:
+      of_gradients = _init_shapes(inner, gradients, inner_state)
+      found = trees.difference(inner_state, of_gradients, fits)
     rule = "`updates` must be gradients that fit the state"
     if params is not None:
       of_params = _init_shapes(inner, params, inner_state)
       # Gradients that fit the state need not have the parameters' structure.
-      found = found and trees.difference(params, gradients, fits)
+      if found or is_narrow:
+        found = trees.difference(params, gradients, fits)
       rule = "`updates` must be gradients that fit the parameters"
       if other := trees.difference(of_params, inner_state):
         rule = "`state` must be that of this optimizer for these parameters"
@@ -365,7 +370,8 @@ def _init_shapes(
   inner: optax.GradientTransformation, tree: object, default: object
 ) -> object:
   """Returns the shapes of the state for `tree`; `default` if `init` fails."""
+  seen = tree if states.keeps_narrow(default) else leaves.widen(tree)
   try:
-    return jax.eval_shape(inner.init, leaves.widen(tree))
+    return jax.eval_shape(inner.init, seen)
   except Exception:  # `init` may reject a tree for any reason.
     return default

@@ -176,9 +176,11 @@ def test_the_skip_law_names_the_worst_and_first_what_is_certain():
   assert law(set(), [], set()) is _verdicts.NOTHING_SEEN
   assert law({"skipped", "hidden"}, [], set())[2] == _verdicts.HIDDEN
   assert law({"applied", "nothing"}, [], set())[0] == "wrong"
-  verdict, text, _ = law({"skipped"}, ["a/x", "b"], {"a"})
+  key = jax.tree_util.DictKey
+  a = (key("a"),)
+  verdict, text, _ = law({"skipped"}, [(*a, key("x")), (key("b"),)], {"a"})
   assert verdict == "wrong" and text.endswith("changed b.")
-  assert law({"skipped"}, ["a/x"], {"a"})[0] == "inconclusive"
+  assert law({"skipped"}, [(*a, key("x"))], {"a"})[0] == "inconclusive"
 
 
 @pytest.mark.parametrize("place", range(3))

@@ -318,6 +318,33 @@ def test_the_headroom_is_that_of_each_leafs_computation():
     stats.headroom(jnp.float16)
 
 
+def test_leaves_at_paths_of_one_text_have_dtypes_of_their_own():
+  tree = {"a": {"b": jnp.float32([2.0])}, "a/b": jnp.float32([2.0])}
+  half, brain = (math.log2(float(jnp.finfo(x).max)) - 1 for x in DTYPES)
+  expected = {"['a']['b']": half, "['a/b']": brain}
+  asked = []
+  for dtype in (
+    dict(zip(("a", "a/b"), DTYPES, strict=True)),  # A prefix.
+    {"a": {"b": DTYPES[0]}, "a/b": DTYPES[1]},
+    lambda path: asked.append(path) or DTYPES["'a/b'" in path],
+  ):
+    check = ols.saturated(dtype)
+    assert leaf_stats(tree).headroom(check) == pytest.approx(expected)
+    for name, is_over in (("float16", True), ("bfloat16", False)):
+      large = jax.tree.map(lambda x: jnp.full(1, 65504.0), tree)
+      large["a/b"] = large["a/b"] if name == "bfloat16" else tree["a/b"]
+      large["a"] = tree["a"] if name == "bfloat16" else large["a"]
+      _, state = ols.loss_scaling(
+        optax.sgd(1.0), ols.FixedLossScale(), check=check
+      ).update(large, INIT(tree), tree)
+      assert state.overflow == is_over
+  assert {*asked} == {*expected}
+
+
+DTYPES = ("float16", "bfloat16")
+INIT = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale()).init
+
+
 @pytest.mark.parametrize(
   ("leaves", "path"),
   [

@@ -27,6 +27,12 @@ def test_an_update_that_a_sum_rounds_away_is_swallowed(dtype):
   assert 0 < found < 1
 
 
+def test_paths_of_one_text_are_two_parameters():
+  params = {"a": {"b": jnp.ones(1)}, "a/b": jnp.zeros(1)}
+  updates = {"a": {"b": None}, "a/b": jnp.full(1, 2.0**-30)}
+  assert swallowed_share(params, updates) == 0
+
+
 CASES = {
   # A tie goes to the even neighbor.
   "half a step": (

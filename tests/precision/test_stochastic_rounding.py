@@ -117,6 +117,41 @@ def test_where_no_update_leads_to_the_parameter_its_neighbor_is_taken(dtype):
 
 
 @each_way
+@pytest.mark.parametrize(
+  "fault",
+  [
+    lambda: {}.nothing,
+    lambda: bool(jax.jit(lambda: jnp.ones(2))()),
+    lambda: jnp.ones(2) + jnp.ones(3),
+    lambda: jnp.zeros(1, jnp.bfloat16) + jnp.zeros(1, jnp.float16),
+  ],
+  ids=["attribute", "bool", "shapes", "promotion"],
+)
+@pytest.mark.usefixtures("strict_promotion")
+def test_an_error_of_the_inner_optimizer_is_its_own(way, fault):
+  inner = optax.GradientTransformation(
+    lambda params: optax.EmptyState(), lambda *args: fault()
+  )
+  tx = make(way, "inside", inner)
+  params = jnp.ones(3, jnp.bfloat16)
+  with pytest.raises(Exception) as expected:
+    fault()
+  with pytest.raises(expected.type) as error:
+    tx.update(params, tx.init(params), params)
+  assert str(error.value) == str(expected.value)
+
+
+@each_way
+def test_gradients_that_do_not_fit_are_named(way):
+  tx = make(way, "inside", optax.adam(0.1))
+  params = {"w": jnp.ones(3, jnp.bfloat16)}
+  state = tx.init(params)
+  for updates, given in (({"v": params["w"]}, params), (params, None)):
+    with pytest.raises(ValueError, match="`(updates|params)` must be"):
+      tx.update(updates, state, given)
+
+
+@each_way
 @pytest.mark.parametrize("position", ["inside", "outside"])
 def test_a_skipped_step_changes_no_bit(way, position):
   params = {
