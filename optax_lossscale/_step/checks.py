@@ -114,11 +114,10 @@ def with_computation_dtypes(
   """Pairs each gradient with its computation's dtype, or None for its own."""
   if is_function(check.dtype):
     by_path = dict(jax.tree.leaves_with_path(scaled_grads))
-    names = leaves.path_names(by_path)
     return [
-      (leaf, _as_dtype(names[path], check.dtype(names[path])))
-      for path, leaf in by_path.items()
-      if leaves.is_gradient(leaf)
+      (by_path[path], _as_dtype(path, check.dtype(name)))
+      for path, name in leaves.path_names(by_path).items()
+      if leaves.is_gradient(by_path[path])
     ]
   dtypes = jax.tree.leaves(check.dtype, is_leaf=leaves.is_none)
   structure: jax.tree_util.PyTreeDef = jax.tree.structure(
@@ -139,11 +138,11 @@ def with_computation_dtypes(
   ]
 
 
-def _as_dtype(name: str, dtype: object) -> np.dtype | None:
+def _as_dtype(path: leaves.Path, dtype: object) -> np.dtype | None:
   """Returns the dtype that a caller set for a leaf; None stays None."""
   if dtype is None:
     return None
-  place = f" for {name!r}" if name else ""
+  place = f" for {leaves.path_name(path)!r}" if path else ""
   return arguments.check_dtype("dtype", dtype, place=place)
 
 
