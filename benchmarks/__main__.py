@@ -17,6 +17,8 @@ import faulthandler
 import importlib
 import sys
 
+from benchmarks import command as command_lib
+
 # Imported when called, so that one does not need what the other one needs.
 _COMMANDS = {
   "update": "benchmarks.update",
@@ -45,10 +47,15 @@ def main(argv: Sequence[str]) -> int:
     return 0
   if command.startswith("-"):
     command, rest = "update", list(argv)
+  parser = command_lib.Parser("")
   if command not in _COMMANDS:
-    print(f"There is no benchmark {command!r}.\n\n{__doc__}", file=sys.stderr)
-    return 2
-  return int(importlib.import_module(_COMMANDS[command]).main(rest))
+    known = ", ".join(map(repr, _COMMANDS))
+    parser.error(f"invalid choice: {command!r} (choose from {known})")
+  try:
+    module = importlib.import_module(_COMMANDS[command])
+  except ModuleNotFoundError as error:
+    parser.error(f'{error}; install ".[benchmark]"')
+  return int(module.main(rest))
 
 
 if __name__ == "__main__":

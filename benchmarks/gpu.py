@@ -268,7 +268,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
   parser = command.parser("gpu", __doc__)
   parser.add_argument(
     "--minutes",
-    type=float,
+    type=command.minutes,
     default=8.0,
     help="after which what remains is left out (default: 8)",
   )

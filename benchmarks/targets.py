@@ -21,6 +21,7 @@ from benchmarks import gpt2
 from benchmarks import report
 from benchmarks.peers import PEERS
 import optax_lossscale as ols
+from optax_lossscale.instruments import compiling
 
 # Those of docs/costs.md; the bare optimizer is what the others are beside.
 CONTENDERS = ("bare", "optax_lossscale", "apply_if_finite", "flax")
@@ -160,13 +161,24 @@ def main(argv: Sequence[str]) -> int:
     The exit code: 1 if something does not compile.
   """
   parser = command.parser("targets", __doc__)
+  known = *TARGETS, *MESHES.values()
   parser.add_argument(
     "--on",
-    default=",".join((*TARGETS, *MESHES.values())),
+    default=",".join(known),
     help="the targets (default: all)",
   )
   arguments = parser.parse_args(argv)
   targets = arguments.on.split(",")
+  for target in targets:
+    if target not in known:
+      parser.error(
+        f"argument --on: invalid choice: {target!r} (choose from "
+        f"{', '.join(map(repr, known))})"
+      )
+  try:
+    compiling.find_python(None)
+  except RuntimeError as error:
+    parser.error(str(error))
   content = command.begin("targets", argv) | {"parts": {}}
   has_failed = False
   for part, (_, its_targets) in PARTS.items():

@@ -28,16 +28,24 @@ import optax_lossscale as ols
 RULE = ols.DynamicLossScale(growth_interval=20)
 
 
-def main():
+def main(argv=None):
   """Joins the processes, trains, and prints from the first process."""
-  parser = argparse.ArgumentParser()
+  # Without the usage, an error is one line.
+  parser = argparse.ArgumentParser(usage=argparse.SUPPRESS)
   parser.add_argument("--coordinator", help="host:port of the first process")
   parser.add_argument("--processes", type=int, help="how many there are")
   parser.add_argument("--process", type=int, help="which one this is, from 0")
   parser.add_argument("--steps", type=int, default=200)
-  args = parser.parse_args()
+  args = parser.parse_args(argv)
+  if args.steps < 1:
+    parser.error(f"--steps must be at least 1, got {args.steps}")
+  process, processes = args.process, args.processes
+  if processes is not None and not 0 <= (process or 0) < processes:
+    parser.error(
+      f"--process must be from 0 and below {processes}, got {process}"
+    )
   # Must be the first JAX call. The cluster manager provides missing values.
-  jax.distributed.initialize(args.coordinator, args.processes, args.process)
+  jax.distributed.initialize(args.coordinator, processes, process)
   train(local_batches(args.steps), report=print_now_and_then)
 
 

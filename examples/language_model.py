@@ -119,22 +119,34 @@ def draw(results, path):
   lower.set_yticks([2.0**exponent for exponent in range(10, 31, 5)])
   if results:
     upper.legend(loc="center right")
-  figure.savefig(path, dpi=150)
+  figure.savefig(path, format=path.suffix[1:], dpi=150)
 
 
 def main(argv=None):
   """Trains all runs, and prints their figures."""
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser = argparse.ArgumentParser(
+    description=__doc__.partition("\n")[0],
+    usage=argparse.SUPPRESS,  # An error is one line.
+  )
   parser.add_argument("--steps", type=int, default=200, help="of each run")
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument(
     "--figure", type=pathlib.Path, metavar="FILE", help="needs matplotlib"
   )
   arguments = parser.parse_args(argv)
+  if arguments.steps < 1:
+    parser.error(f"--steps must be at least 1, got {arguments.steps}")
+  if not 0 <= arguments.seed < 2**32:
+    parser.error(f"--seed must be from 0 to 2**32 - 1, got {arguments.seed}")
   if arguments.figure:
-    # An old picture stays until there is a new one. What fails should fail now.
-    beside = arguments.figure.with_name(f"new_{arguments.figure.name}")
-    draw({}, beside)
+    try:
+      if arguments.figure.is_dir():
+        raise IsADirectoryError(f"Is a directory: '{arguments.figure}'")
+      # An old picture stays until there is a new one.
+      beside = arguments.figure.with_name(f"new_{arguments.figure.name}")
+      draw({}, beside)
+    except (ImportError, OSError, ValueError) as error:
+      parser.error(f"--figure cannot be drawn: {error}")
 
   symbols = read_symbols()
   symbols, rest = np.split(symbols, [len(symbols) - len(symbols) // 10])

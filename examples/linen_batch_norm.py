@@ -108,10 +108,17 @@ def accuracy(state, batch):
 
 def main(argv=None):
   """Trains the network and returns its accuracy and the last metrics."""
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser = argparse.ArgumentParser(
+    description=__doc__.partition("\n")[0],
+    usage=argparse.SUPPRESS,  # An error is one line.
+  )
   parser.add_argument("--steps", type=int, default=300)
   parser.add_argument("--seed", type=int, default=0)
   args = parser.parse_args(argv)
+  if args.steps < 1:
+    parser.error(f"--steps must be at least 1, got {args.steps}")
+  if not 0 <= args.seed < 2**32:
+    parser.error(f"--seed must be from 0 to 2**32 - 1, got {args.seed}")
   rng = np.random.default_rng(args.seed)
   held_out = draw(rng, 1000)
   state = make_state(args.seed)

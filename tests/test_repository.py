@@ -17,7 +17,9 @@ import yaml
 
 import optax_lossscale as ols
 from tests import documents
+from tools import mutants
 from tools import set_home
+from tools.originals import record
 
 ROOT = documents.ROOT
 PROJECT = tomllib.loads(documents.read("pyproject.toml"))["project"]
@@ -264,6 +266,39 @@ def test_one_command_moves_the_repository_to_another_address(tmp_path, capsys):
   set_home.main([HOME], tmp_path)
   for name in names:
     assert (tmp_path / name).read_bytes() == (ROOT / name).read_bytes(), name
+
+
+@pytest.mark.parametrize(
+  ("tool", "words", "message"),
+  [
+    (set_home, "", "required: OWNER/NAME"),
+    (record, "", "required: SYSTEM"),
+    (record, "torch nobody", "SYSTEM: invalid choice: 'nobody'"),
+    (mutants, "", "required: command"),
+    (mutants, "list --seed 1 --count 0", "--count: must be 1 or more"),
+    (mutants, "list --seed 1 --count 1 --packages no", "--packages: invalid"),
+    (mutants, "cover new --jobs 0", "--jobs: must be 1 or more, got '0'"),
+    (mutants, "cover new --seconds -1", "--seconds: must be 1 or more"),
+    (mutants, "cover README.md", "folder: must be a folder to write to: "),
+    (mutants, "cover new --tests tests/no", "--tests must be beginnings of"),
+    (mutants, "run no.txt new", "list: cannot be read: [Errno 2]"),
+    (mutants, "report README.md new", "list: cannot be read: "),
+    (mutants, "run list.txt new", "run `cover` first"),
+    (mutants, "run list.txt new --most 0", "--most: must be 1 or more"),
+  ],
+)
+def test_a_bad_option_of_a_tool_ends_in_one_line(
+  tool, words, message, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "README.md").write_text("nothing")
+  (tmp_path / "list.txt").write_text("")
+  with pytest.raises(SystemExit) as ended:
+    tool.main(words.split())
+  out, err = capsys.readouterr()
+  (line,) = err.splitlines()
+  assert (ended.value.code, out) == (2, "")
+  assert ": error: " in line and message in line
 
 
 @pytest.mark.parametrize(

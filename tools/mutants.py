@@ -478,16 +478,50 @@ def report(name: str, folder: pathlib.Path) -> None:
     print(f"files: median {statistics.median(files)}, worst {max(files)}")
 
 
-def main() -> None:
+class _Parser(argparse.ArgumentParser):
+  """argparse without the usage before an error."""
+
+  def error(self, message: str) -> typing.NoReturn:
+    self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _count(text: str) -> int:
+  if not text.isdecimal() or not int(text):
+    raise argparse.ArgumentTypeError(f"must be 1 or more, got {text!r}")
+  return int(text)
+
+
+def _list(text: str) -> str:
+  try:
+    read(text)
+  except (OSError, SyntaxError, TypeError, ValueError) as error:
+    raise argparse.ArgumentTypeError(f"cannot be read: {error}") from error
+  return text
+
+
+def _folder(text: str) -> pathlib.Path:
+  try:
+    (path := pathlib.Path(text).resolve()).mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise argparse.ArgumentTypeError(
+      f"must be a folder to write to: {error}"
+    ) from error
+  return path
+
+
+def main(argv: list[str] | None = None) -> None:
   """Runs a command."""
-  parser = argparse.ArgumentParser(description=__doc__)
+  parser = _Parser(description=__doc__)
   commands = parser.add_subparsers(dest="command", required=True)
   lists, covers, runs, reports = map(
     commands.add_parser, ["list", "cover", "run", "report"]
   )
+  packages = {x.parts[1] for x in pathlib.Path(PACKAGE).rglob("*.py")}
   lists.add_argument("--seed", type=int, required=True)
-  lists.add_argument("--count", type=int, required=True)
-  lists.add_argument("--packages", nargs="*", default=[])
+  lists.add_argument("--count", type=_count, required=True)
+  lists.add_argument(
+    "--packages", nargs="*", choices=sorted(packages), default=[]
+  )
   covers.add_argument(
     "--tests", nargs="*", default=[], help="beginnings of paths"
   )
@@ -495,18 +529,20 @@ def main() -> None:
     "--first", action="store_true", help="leave a mutant when a file tells it"
   )
   for command in runs, reports:
-    command.add_argument("list")
+    command.add_argument("list", type=_list)
   for command in covers, runs, reports:
-    command.add_argument("folder", type=pathlib.Path)
+    command.add_argument("folder", type=_folder)
   for command, seconds in (covers, 600), (runs, 90):
-    command.add_argument("--jobs", type=int, default=os.cpu_count())
-    command.add_argument("--seconds", type=int, default=seconds)
+    command.add_argument("--jobs", type=_count, default=os.cpu_count())
+    command.add_argument("--seconds", type=_count, default=seconds)
   runs.add_argument(
-    "--most", type=int, default=300, help="seconds for one mutant"
+    "--most", type=_count, default=300, help="seconds for one mutant"
   )
-  given = vars(parser.parse_args())
-  if "folder" in given:
-    given["folder"] = given["folder"].resolve()
+  given = vars(parser.parse_args(argv))
+  if not _units(given.get("tests", [])):
+    parser.error(f"--tests must be beginnings of paths, got {given['tests']}")
+  if "list" in given and not (given["folder"] / "cover.jsonl").exists():
+    parser.error(f"run `cover` first, got no cover.jsonl in {given['folder']}")
   match given.pop("command"):
     case "list":
       for mutant in choose(**given):

@@ -45,7 +45,10 @@ def replaced(text: str, old: str, new: str) -> str:
 
 def main(argv: list[str] | None = None, root: pathlib.Path = ROOT) -> None:
   """Replaces the addresses, and says in which files."""
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser = argparse.ArgumentParser(
+    description=__doc__.partition("\n")[0],
+    usage=argparse.SUPPRESS,  # An error is one line.
+  )
   parser.add_argument("home", type=home, metavar="OWNER/NAME")
   new = parser.parse_args(argv).home
   project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
@@ -54,7 +57,8 @@ def main(argv: list[str] | None = None, root: pathlib.Path = ROOT) -> None:
     ["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True
   )
   if listed.returncode:
-    parser.error(f"must be run in a clone, got: {listed.stderr.strip()}")
+    got = " ".join(listed.stderr.split())
+    parser.error(f"must be run in a clone, got: {got}")
   for name in filter(None, listed.stdout.split("\0")):
     path = root / name
     try:

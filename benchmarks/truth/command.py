@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import os
-import pathlib
 import shlex
 import time
 
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import command
 from benchmarks import machine
 from benchmarks.truth import misses
 from benchmarks.truth import page
@@ -145,16 +145,13 @@ def _screen(
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-  parser = argparse.ArgumentParser(
-    prog="python -m benchmarks truth",
-    description=(
-      "Trains each workload in each setting that has no file yet, with "
-      f"{settings.SEEDS} seeds, and prints the tables of all that have one. "
-      "Interrupt it at any time: what is finished is kept."
-    ),
-    epilog=(
-      f"Workloads: {', '.join(WORKLOADS)}. Settings: {', '.join(settings.ALL)}."
-    ),
+  parser = command.Parser(
+    "truth",
+    "Trains each workload in each setting that has no file yet, with "
+    f"{settings.SEEDS} seeds,\nand prints the tables of all that have one. "
+    "Interrupt it at any time: what is\nfinished is kept.\n\n"
+    f"Workloads: {', '.join(WORKLOADS)}.\n"
+    f"Settings: {', '.join(settings.ALL)}.",
   )
   parser.add_argument(
     "--only",
@@ -169,7 +166,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
   )
   parser.add_argument(
     "--rows",
-    type=pathlib.Path,
+    type=command.folder,
     default=results.FOLDER,
     metavar="FOLDER",
     help=(
@@ -179,17 +176,18 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
   )
   parser.add_argument(
     "--steps",
-    type=int,
+    type=command.count,
     help="train fewer steps, to see it work; needs --rows",
   )
   parser.add_argument(
     "--appendix",
-    type=pathlib.Path,
+    type=page.folder,
     metavar="FOLDER",
     help=f"the folder of {page.NAME}, to renew its tables and its pictures",
   )
   arguments = parser.parse_args(argv)
-  if arguments.steps is not None and arguments.rows == results.FOLDER:
+  own = results.FOLDER.resolve()
+  if arguments.steps is not None and arguments.rows.resolve() == own:
     parser.error(
       "--steps needs --rows: shorter rows must not pass for whole ones"
     )

@@ -1,5 +1,6 @@
 """Writes the tables and pictures of the appendix from the rows."""
 
+import argparse
 from collections.abc import Mapping
 import pathlib
 import re
@@ -19,6 +20,20 @@ NAME = "README.md"
 _BEGIN, _END = "<!-- python -m benchmarks truth -->", "<!-- end -->"
 
 
+def folder(text: str) -> pathlib.Path:
+  """Returns the folder of an appendix that says where its tables go."""
+  path = pathlib.Path(text, NAME)
+  try:
+    content = path.read_text(encoding="utf-8")
+  except OSError as error:
+    raise argparse.ArgumentTypeError(f"cannot be read: {error}") from error
+  if _BEGIN not in content or _END not in content:
+    raise argparse.ArgumentTypeError(
+      f"{path} must have the lines {_BEGIN} and {_END}"
+    )
+  return path.parent
+
+
 def write(
   appendix: pathlib.Path,
   workloads: Mapping[str, workload_lib.Workload],
@@ -34,9 +49,6 @@ def write(
     rows: by workload and setting.
     folder: where the rows are.
     text: the tables.
-
-  Raises:
-    ValueError: if the appendix does not say where the tables go.
   """
   for name, found in rows.items():
     file = results.path(folder, name, results.HISTOGRAM)
@@ -52,8 +64,6 @@ def write(
     _save(figure.draw_sixteen_bit(narrow, rows), appendix, "sixteen_bit")
   path = appendix / NAME
   content = path.read_text(encoding="utf-8")
-  if _BEGIN not in content or _END not in content:
-    raise ValueError(f"{path} must have the lines {_BEGIN} and {_END}.")
   pattern = f"{re.escape(_BEGIN)}.*{re.escape(_END)}"
   made = f"{_BEGIN}\n\n{text}\n\n{_END}"
   renewed = re.sub(pattern, lambda _: made, content, flags=re.DOTALL)

@@ -282,14 +282,20 @@ def _judge(step: Bound) -> tuple[_verdicts.StepReport, Run]:
     scales[path] = _scale(
       step, path, start, varied, skips, step.is_narrow or not is_repeatable
     )
-    invariance = _invariance(
-      step, (first, again, *varied.runs), scales[path], skips
-    )
+    runs = (first, again, *varied.runs)
+    # The scale law reveals a solver that rounds in its own way.
+    is_rounded = step.is_narrow or scales[path][0] == "rounding"
+    invariance = _invariance(step, runs, scales[path], skips, is_rounded)
     of = name if len(names) > 1 else ""
     found.append(_verdicts.law_of("scale", scales[path], of))
     of = "" if invariance[0] == "exact" else of
     invariances.append(_verdicts.law_of("invariance", invariance, of))
-    follows += _differing(first.flat_others(), varied.runs[0].flat_others())
+    several = [x.flat_others() for x in runs]
+    follows += (
+      x
+      for x in several[0]
+      if _verdicts.depends([y[x] for y in several], is_rounded)
+    )
   if step.is_narrow and skips.outcomes == {"skipped"}:
     skips = _grow(step, start, scales, skips)
   worst = min(invariances, key=lambda x: _WORST_FIRST.index(x.verdict))
@@ -369,6 +375,7 @@ def _invariance(
   runs: Sequence[Run],
   scale: Sequence[str],
   skips: "_Skips",
+  is_rounded: bool,
 ) -> Sequence[str]:
   """Returns what is found of the invariance law for one S."""
   if scale in (_verdicts.OVERFLOWS, _verdicts.CONSTANT):
@@ -376,8 +383,6 @@ def _invariance(
   if not step.parameters:
     return _verdicts.NOT_COMPARED
   values = [step.before, *(x.watched for x in runs)]
-  # The scale law reveals a solver that rounds in its own way.
-  is_rounded = step.is_narrow or scale[0] == "rounding"
   law = _verdicts.invariance_law(values, skips.doubtful, is_rounded)
   # The mistake is the same, so a second remedy would be redundant.
   return law[:2] if scale[0] == "wrong" else law

@@ -245,8 +245,8 @@ class StepReport:
       law comes once for each.
     next_values: for each argument, the output that counts as its next value;
       "in place" for an NNX object, which the step changes.
-    follows: the other outputs that depend on S, such as a norm of scaled
-      gradients. Such a norm is fine unless it is used as the true norm.
+    follows: the other outputs that depend on S by more than rounding, such as a
+      norm of scaled gradients, which is fine unless it is used as the true one.
     deterministic: whether two runs with the same S gave the same values.
     halvings: how often S was halved until the step did not overflow.
     warnings: the text of each `WiringWarning` that the step raised while it was
@@ -463,6 +463,23 @@ def _compare(values: Sequence[np.ndarray], is_narrow: bool) -> tuple[str, str]:
     [slope, lower_slope], round(slope), rtol=0, atol=2.0**-4
   )
   return "wrong" if is_power else "inconclusive", seen
+
+
+@np.errstate(all="ignore")  # Values may be inf or NaN.
+def depends(values: Sequence[np.ndarray], is_narrow: bool) -> bool:
+  """Returns whether an output differs between values of S, beyond rounding."""
+  if len({x.shape for x in values}) > 1:
+    return True
+  first, _, half, quarter, *_ = values
+  old = np.zeros_like(first)
+  verdict, _ = _compare([old, *values], is_narrow=False)
+  if not is_narrow or verdict != "wrong":
+    return verdict == "wrong"
+  # The limit that the law makes of the smaller S says little of one number.
+  pairs = (first, half), (half, quarter)
+  largest = max(max(_difference(old, *x)[:2]) for x in pairs)
+  is_one_way = _is_one_way(*map(_wide, (first, half, quarter)))
+  return bool(largest > _NARROW_ROUNDING) and is_one_way
 
 
 def invariance_law(

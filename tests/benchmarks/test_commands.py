@@ -24,35 +24,59 @@ from benchmarks import products
 from benchmarks import rounds
 from benchmarks import summary
 from benchmarks import targets
+from benchmarks.truth import results
 from benchmarks.truth import workload as workload_lib
 import optax_lossscale as ols
 from tests import documents
 
 TINY = gpt2.SIZES["tiny"]
+ROWS = results.FOLDER
 
 
 def test_commands_are_listed(capsys):
   assert command.main(["--help"]) == 0
   listed = capsys.readouterr().out
   assert all(f"\n{name} " in listed for name in command._COMMANDS)
-  assert command.main(["nonsense"]) == 2
-  assert "There is no benchmark 'nonsense'." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
   ("words", "message"),
   [
-    (["update", "--peers", "nobody"], "--peers"),
-    (["update", "--out", __file__], "--out: must be a folder"),
-    (["truth", "--only", "lstm", "--steps", "1"], "--steps needs --rows"),
+    (["nonsense"], "'nonsense' (choose from 'update', "),
+    (["update", "--peers", "nobody"], "--peers: invalid choice: 'nobody'"),
+    (["update", "--out", __file__], "--out: must be a folder to write to: "),
+    (["update", "--out", "/proc"], "--out: must be a folder to write to: "),
+    (["parts", "--rounds", "0"], "--rounds: must be 1 or more, got '0'"),
+    (["gpu", "--minutes", "-1"], "--minutes: must be finite and above 0"),
+    (["gpu", "--minutes", "nan"], "got 'nan'"),
+    (["gpu", "--minutes", "inf"], "got 'inf'"),
+    (["targets", "--on", "v5e,h300"], "'h300' (choose from 'v100', "),
+    (["targets", "--on", ""], "'' (choose from 'v100', "),
+    (["targets"], "XLA's compilers must be installed, got 'none'"),
     (["truth", "--only", "lstm/dynamics"], "lstm/dynamic"),
+    (["truth", "--steps", "-1"], "--steps: must be 1 or more, got '-1'"),
+    (["truth", "--only", "lstm", "--steps", "1"], "--steps needs --rows"),
+    (["truth", "--steps=1", f"--rows={ROWS}/../rows"], "needs --rows"),
+    (["truth", "--rows", __file__], "--rows: must be a folder to write to: "),
+    (["truth", "--appendix", "."], "README.md must have the lines"),
+    (["truth", "--appendix", "none"], "No such file or directory"),
+    (["absent"], "No module named 'nowhere'; install \".[benchmark]\""),
   ],
   ids=" ".join,
 )
-def test_a_bad_option_is_refused(words, message, capsys):
-  with pytest.raises(SystemExit):
+def test_a_bad_option_ends_in_one_line(
+  words, message, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "README.md").write_text("nothing")
+  monkeypatch.setenv("OPTAX_LOSSSCALE_COMPILERS", "none")
+  monkeypatch.setitem(command._COMMANDS, "absent", "nowhere")
+  with pytest.raises(SystemExit) as ended:
     command.main(words)
-  assert message in capsys.readouterr().err
+  out, err = capsys.readouterr()
+  (line,) = err.splitlines()
+  assert (ended.value.code, out) == (2, "")
+  assert line.startswith("python -m benchmarks") and message in line
 
 
 @pytest.mark.parametrize(

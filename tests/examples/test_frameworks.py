@@ -68,6 +68,21 @@ def test_it_says_what_it_does_and_where_to_read_on(name, capsys):
   assert set(counts(result)) == {(2, 0)}
 
 
+@pytest.mark.parametrize(
+  ("option", "value"),
+  [("steps", "0"), ("steps", "-1"), ("seed", "-1"), ("seed", f"{2**32}")],
+)
+@pytest.mark.parametrize("name", (*NAMES, "language_model"))
+def test_a_bad_option_ends_in_one_line(name, option, value, capsys):
+  with pytest.raises(SystemExit) as ended:
+    load(name).main([f"--{option}", value])
+  out, err = capsys.readouterr()
+  assert (ended.value.code, out) == (2, "")
+  (line,) = err.splitlines()
+  assert f": error: --{option} must be " in line
+  assert line.endswith(f", got {value}")
+
+
 # At a smaller S float16 loses more low bits.
 @pytest.mark.slow
 @pytest.mark.usefixtures("too_large")

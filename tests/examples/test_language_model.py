@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import re
+import sys
 import types
 
 import pytest
@@ -74,6 +75,34 @@ def test_a_small_run_tells_where_it_is_and_draws(
   assert below.startswith("Next: ")
   assert picture.read_bytes().startswith(b"\x89PNG")
   assert [x.name for x in tmp_path.iterdir()] == ["runs.png"]
+
+
+@pytest.mark.parametrize(
+  ("figure", "reason"),
+  [
+    ("none/runs.png", "No such file or directory"),
+    ("runs.mp3", "Format 'mp3' is not supported"),
+    ("runs", "Format '' is not supported"),  # matplotlib would add a suffix.
+    ("folder.png", "Is a directory"),
+    ("", "Is a directory"),
+    ("runs.png", "matplotlib"),  # It is not installed.
+  ],
+)
+def test_a_figure_that_cannot_be_drawn_is_refused_before_any_work(
+  example, figure, reason, tmp_path, monkeypatch, capsys
+):
+  (tmp_path / "folder.png").mkdir()
+  monkeypatch.chdir(tmp_path)
+  if reason == "matplotlib":
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+  monkeypatch.setattr(example, "read_symbols", lambda: pytest.fail("It works."))
+  with pytest.raises(SystemExit) as ended:
+    example.main(["--figure", figure])
+  out, err = capsys.readouterr()
+  assert (ended.value.code, out) == (2, "")
+  (line,) = err.splitlines()
+  assert ": error: --figure cannot be drawn: " in line and reason in line
+  assert [x.name for x in tmp_path.iterdir()] == ["folder.png"]
 
 
 @pytest.mark.long

@@ -158,6 +158,31 @@ def test_the_invariance_law_compares_next_values(
   assert doubtful == ("inconclusive" if verdict == "wrong" else verdict)
 
 
+@pytest.mark.parametrize(
+  ("values", "wide", "narrow"),
+  [
+    ([1.0, 1.0, 1.0 + 2**-21, 1.0], False, False),
+    ([1.0, 1.0, 1.0 + 2**-19, 1.0], True, False),
+    ([1.0, 1.0, 1.0, 1.0, 1.0 + 2**-17], True, False),
+    ([1.0, 1.0 + 2**-9, 1.0 + 2**-6, 1.0], False, False),
+    ([1.0, 1.0, 1.0 - 2**-5, 1.0], True, False),
+    ([1.0, 1.0, 1.0 - 2**-5, 1.0 - 2**-4], True, True),
+    ([2.0**-99, 2.0**-99, 2.0**-100, 2.0**-101], True, True),
+    ([[9.0, 9, 4], [9.0, 9, 4], [9.0, 9, 2], [9.0, 9, 1]], True, True),
+    ([[1e6, 4, 4], [1e6, 4, 4], [1e6, 2, 2], [1e6, 1, 1]], True, True),
+    ([7, 7, 6, 5], True, True),
+    ([True, True, True, False], True, True),
+    ([[1.0], [1.0], [1.0, 1.0], [1.0]], True, True),
+  ],
+)
+def test_an_output_depends_on_s_if_it_differs_by_more_than_rounding(
+  values, wide, narrow
+):
+  values = [np.array(x) for x in values]
+  assert _verdicts.depends(values, is_narrow=False) == wide
+  assert _verdicts.depends(values, is_narrow=True) == narrow
+
+
 def test_differences_that_point_apart_are_rounding():
   rng = np.random.default_rng(0)
   steady = np.float32(rng.normal(size=64))

@@ -7,6 +7,7 @@ import textwrap
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -55,6 +56,31 @@ def test_megatron_counts_overflows_as_its_code_does_or_its_documentation(
   for overflow in (True, False, True):
     state = rule.update(state, overflow)
   assert state.loss_scale == 8.0 / 2**halvings
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.9])
+def test_deepspeed_without_zero_has_the_preset_that_the_page_names(rate):
+  page = documents.read("docs/porting/megatron_deepspeed.md")
+  words = "delayed_shift=1, raise_error_at_min_scale=False"
+  sentence = (
+    "Without ZeRO, the rule of DeepSpeed 0.19.8 is `ols.presets.deepspeed"
+  )
+  assert f"{sentence}({words})`" in documents.one_line(page)
+  arguments = eval(f"dict({words})")
+  rule = presets.deepspeed(init_scale=64.0, scale_window=3, **arguments)
+  overflows = np.random.default_rng(0).random(200) < rate
+  (states,) = traces.replay(rule, [rule.init()], [overflows])
+  # `_update_scale` of FP16_Optimizer, DeepSpeed 0.19.8.
+  scale, last, expected = 64.0, -1, []
+  for step, overflow in enumerate(overflows):
+    stable = step - last - 1
+    if overflow:
+      scale, last = max(scale / 2, 1.0), step
+    elif stable > 0 and stable % 3 == 0:
+      scale *= 2
+    expected.append(scale)
+  np.testing.assert_array_equal(states.loss_scale, expected)
+  assert len({*expected}) > 4 and not states.failure.any()
 
 
 # Systems that compare the count of clean steps with the interval by ==, so that

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -86,6 +87,29 @@ def test_guarantee_10_processes_stay_in_step_whichever_overflows(tmp_path):
   assert {k: x.tobytes() for k, x in first.items()} == {
     k: x.tobytes() for k, x in second.items()
   }
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    ("--steps 0", "--steps must be at least 1, got 0"),
+    (
+      "--processes 2 --process 2",
+      "--process must be from 0 and below 2, got 2",
+    ),
+    (
+      "--processes 2 --process -1",
+      "--process must be from 0 and below 2, got -1",
+    ),
+    ("--processes 0", "--process must be from 0 and below 0, got None"),
+  ],
+)
+def test_a_bad_option_ends_in_one_line(words, message, monkeypatch, capsys):
+  monkeypatch.setattr(jax.distributed, "initialize", pytest.fail)
+  with pytest.raises(SystemExit) as ended:
+    cluster_worker.load_script().main(words.split())
+  (line,) = capsys.readouterr().err.splitlines()
+  assert ended.value.code == 2 and line.endswith(f": error: {message}")
 
 
 @pytest.mark.slow

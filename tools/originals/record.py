@@ -13,13 +13,13 @@ run the arguments, the overflows, S after every step, the state dictionary in
 the middle, and S of a second original that continues from that dictionary.
 """
 
+import argparse
 import gzip
 import importlib
 import io
 import json
 import pathlib
 import random
-import sys
 
 # The module in this folder that drives each system.
 MODULES = {
@@ -156,6 +156,17 @@ def _compress(data):
   return buffer.getvalue()
 
 
-if __name__ == "__main__":
-  for name in sys.argv[1:]:
+def main(argv=None):
+  """Records the systems that are named."""
+  parser = argparse.ArgumentParser(
+    description=__doc__.partition("\n")[0],
+    usage=argparse.SUPPRESS,  # An error is one line.
+  )
+  names = " ".join(MODULES.values()).split()
+  parser.add_argument("systems", nargs="+", choices=names, metavar="SYSTEM")
+  for name in parser.parse_args(argv).systems:
     write(record(name))
+
+
+if __name__ == "__main__":
+  main()
