@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
 from optax_lossscale._step import requirements
@@ -168,13 +169,24 @@ class TrainState(train_state.TrainState):
         f"{fp8_ops.OVERWRITE_WITH_GRADIENT} in {has_it} alone; differentiate "
         "with respect to the whole of state.params."
       )
-    updates, opt_state = self.tx.update(
-      _optimized(grads),
-      self.opt_state,
-      _optimized(self.params),
-      **(extra_args or {}),
-    )
-    params = leaves.apply_updates(_optimized(self.params), updates)
+    if not isinstance(extra_args, Mapping | None):
+      raise TypeError(
+        "`extra_args` must be a dict of arguments of tx.update, got "
+        f"{arguments.shown(extra_args)}."
+      )
+    params = _optimized(self.params)
+    try:
+      updates, opt_state = self.tx.update(
+        _optimized(grads), self.opt_state, params, **(extra_args or {})
+      )
+      params = leaves.apply_updates(params, updates)
+    except (TypeError, ValueError) as error:
+      found = trees.difference(self.params, grads, trees.is_for_each_example)
+      if found is None:
+        raise
+      raise ValueError(
+        f"`grads` must be gradients of `params`, got {found}."
+      ) from error
     if _has_fp8(self.params):
       # The gradients of the other collection are its next values.
       params = core.copy(self.params, {**grads, "params": params})

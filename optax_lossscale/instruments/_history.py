@@ -240,7 +240,7 @@ def _find_record(opt_state: object, path: str | None) -> RecordState:
     )
   if path is None and len(records) == 1:
     [path] = records
-  if path not in records:
+  if not isinstance(path, str) or path not in records:
     raise ValueError(
       f"`path` must be that of one record, got {shown(path)}; there are "
       f"records at {trees.listed(records)}."

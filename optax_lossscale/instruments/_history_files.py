@@ -1,19 +1,20 @@
 """Reads and writes histories as CSV files."""
 
 from collections.abc import Callable
-from collections.abc import Iterable
 import contextlib
 import csv
 import os
 import pathlib
 import secrets
 import shutil
+from typing import Any
 
 import numpy as np
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base.arguments import shown
 from optax_lossscale.instruments import _history
+from optax_lossscale.instruments import _replay
 
 # The rule for the values of a column, as text and as a test.
 _COLUMNS: dict[str, tuple[str, Callable[[float], object]]] = {
@@ -22,6 +23,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[float], object]]] = {
   "amax": ("a number from 0, inf or nan", lambda x: not x < 0),
   "overflow": ("0 or 1", lambda x: x in (0, 1)),
 }
+_HEADER = "name the columns between commas, one of them amax"
 _FLAGS = {"false": "0", "true": "1"}
 _DEVICES = ("/dev", "/dev/fd", "/proc/self/fd")
 
@@ -55,18 +57,25 @@ def read_history(path: str | os.PathLike[str]) -> _history.History:
     >>> print(history.step, history.overflow, history.headroom())
     [1 2] [False  True] [ 2. nan]
   """
-  path = pathlib.Path(path)
+  path = arguments.check_file("path", path)
   name = arguments.printable(path)
   # Reading a device such as /dev/zero would never end.
   if path.exists() and not path.is_file():
     raise ValueError(f"{name}: must be a file, got a folder, device or pipe.")
   try:
     with path.open(newline="", encoding="utf-8-sig") as file:
-      columns = _read(file)
+      reader = csv.reader(file, strict=True)
+      columns = _read(reader)
   except UnicodeDecodeError as error:
     raise ValueError(f"{name}: must be text in UTF-8, got {error}.") from error
-  except (ValueError, csv.Error) as error:
+  except ValueError as error:
     raise ValueError(f"{name}: {error}") from error
+  except csv.Error as error:
+    rule = "have cells between commas" if reader.line_num > 1 else _HEADER
+    raise ValueError(
+      f"{name}: line {reader.line_num}: must {rule}, got text that is not CSV: "
+      f"{error}."
+    ) from error
   # Values too large for float32 become inf, as in a float32 amax.
   with np.errstate(over="ignore"):
     amax = np.array(columns["amax"], np.float32)
@@ -95,8 +104,14 @@ def write_history(
 
   Raises:
     OSError: if the file cannot be written.
+    TypeError: if an argument has the wrong type.
     ValueError: if the arrays of `history` have different lengths.
   """
+  path = arguments.check_file("path", path)
+  _replay.check_history(history)
+  sizes = [np.size(x) for x in history]
+  if len({*sizes}) > 1:
+    raise ValueError(f"`history` must have arrays of one length, got {sizes}.")
   lines = [",".join(history._fields)]
   rows = zip(*map(np.asarray, history), strict=True)
   for step, scale, amax, overflow in rows:
@@ -104,7 +119,7 @@ def write_history(
     floats = f"{np.float32(scale)!s},{np.float32(amax)!s}"
     lines.append(f"{step},{floats},{int(overflow)}")
   text = "\n".join([*lines, ""])
-  _replace(pathlib.Path(path), text)
+  _replace(path, text)
 
 
 def _replace(path: pathlib.Path, text: str) -> None:
@@ -132,15 +147,12 @@ def _replace(path: pathlib.Path, text: str) -> None:
     beside.unlink(missing_ok=True)
 
 
-def _read(file: Iterable[str]) -> dict[str, list[float]]:
+def _read(reader: Any) -> dict[str, list[float]]:
   """Returns the columns that make up a history."""
-  reader = csv.reader(file, strict=True)
   names = [name.strip() for name in next(reader, [])]
   if "amax" not in names:
-    raise ValueError(
-      "line 1: must name the columns between commas, one of them amax, got "
-      f"{shown(','.join(names))}."
-    )
+    got = shown(",".join(names))
+    raise ValueError(f"line 1: must {_HEADER}, got {got}.")
   columns: dict[str, list[float]] = {x: [] for x in _COLUMNS if x in names}
   for name in columns:
     if names.count(name) > 1:

@@ -47,8 +47,8 @@ def swallowed_share(params: optax.Params, updates: optax.Updates) -> jax.Array:
   if not named_updates.keys() <= named_params.keys():
     raise ValueError(
       "`updates` must be for the parameters, got one for "
-      f"{min(named_updates.keys() - named_params.keys())!r}, and parameters at "
-      f"{sorted(named_params)}."
+      f"{min(named_updates.keys() - named_params.keys())!r}, and `params` with "
+      f"arrays at {sorted(named_params)}."
     )
   for path, update in named_updates.items():
     shapes = named_params[path].shape, update.shape

@@ -5,6 +5,7 @@ ulp for some powers of two, and S would then be wrong by a factor of two.
 """
 
 import math
+from typing import Any
 
 import jax
 from jax import lax
@@ -46,7 +47,7 @@ def leap_up(exponent: jax.Array) -> jax.Array:
 
 
 def read_step(
-  loss_scale: jax.Array, overflow: ArrayLike, amax: ArrayLike | None
+  state: Any, overflow: ArrayLike, amax: ArrayLike | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns the overflow, the amax, and whether amax shows where S belongs.
 
@@ -57,10 +58,16 @@ def read_step(
       "`amax` must be passed to update, got None: this rule moves S by it. "
       "`loss_scaling` passes it."
     )
+  overflow = arguments.as_flag(overflow, state)
+  shape = np.shape(state.loss_scale)
+  if not arguments.is_numeric(amax) or np.shape(amax) != shape:
+    raise TypeError(
+      f"`amax` must be a real scalar, got {arguments.shown(amax)}."
+    )
   amax = jnp.asarray(arguments.as_finite("amax", amax), jnp.float32)
   is_finite = jnp.isfinite(amax)
   tells = is_finite & (amax >= arguments.SMALLEST_SCALE)
-  return arguments.as_flag(overflow, loss_scale) | ~is_finite, amax, tells
+  return overflow | ~is_finite, amax, tells
 
 
 def fitting_exponent(
@@ -91,10 +98,8 @@ def check_bits(name: str, value: object) -> int:
   return bits
 
 
-def at_floor(
-  loss_scale: jax.Array, min_scale: float, overflow: ArrayLike
-) -> jax.Array:
+def at_floor(state: Any, min_scale: float, overflow: ArrayLike) -> jax.Array:
   """Returns bool[], True on an overflow with S at or below its floor."""
-  return arguments.as_flag(overflow, loss_scale) & (
-    loss_scale <= np.float32(min_scale)
+  return arguments.as_flag(overflow, state) & (
+    state.loss_scale <= np.float32(min_scale)
   )
