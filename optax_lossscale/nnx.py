@@ -364,10 +364,10 @@ def _find_state(
       "optax_lossscale.scaled_value_and_grad and "
       "optax_lossscale.select_on_skip"
     )
-    if _variables(optimizer):
+    if isinstance(optimizer, nnx.Pytree):
       remedy = (
-        "the optimizer comes before the model: undo_on_skip(optimizer, model), "
-        "but after the function: scaled_value_and_grad(loss_fn, optimizer)"
+        "the order is undo_on_skip(optimizer, model), and "
+        "scaled_value_and_grad(loss_fn, optimizer)"
       )
     raise TypeError(
       f"`optimizer` must be an nnx.Optimizer, got {kind_of(optimizer)}; "
