@@ -2,6 +2,8 @@
 
 import fnmatch
 import inspect
+import re
+import traceback
 import types
 import warnings
 
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 from matplotlib.figure import Figure
 import numpy as np
 import optax
+import pytest
 
 import optax_lossscale as ols
 from optax_lossscale.instruments import compiling
@@ -52,7 +55,7 @@ def train_step(params, opt_state):
   return optax.apply_updates(params, updates), opt_state
 
 
-# One valid value of each argument by its name; those without a default need it.
+# A valid value by the name of the argument, for each without a default.
 RIGHT = {
   **dict.fromkeys(["fun", "loss_fn", "apply_fn"], loss_fn),
   **dict.fromkeys(["inner", "opt"], INNER),
@@ -91,7 +94,7 @@ RIGHT = {
   "tx": TX,
   "value_and_grad": SCALING,
 }
-# What some functions need besides; those after "*" go by position.
+# What some functions need besides; those at "*" go by position.
 OWN = {
   "ols.PrecisionSchedule": {"until_step": 3},
   "ols.PrecisionSchedule.update": {"step": 1},
@@ -242,7 +245,7 @@ def valid_call(name, function):
   return {x: right[x] for x in needed if x not in own} | own, others
 
 
-def call(name, function, given, others):
+def call(name, function, given, others, use=use):
   """Calls a function, and what it returns."""
   by_name, args = {**given}, []
   for x in inspect.signature(function).parameters.values():
@@ -257,31 +260,29 @@ def call(name, function, given, others):
   jax.vmap(run, axis_name="i")(X) if "axis_name" in given else run(X)
 
 
-def outcomes(name, function):
-  """Yields each case of a wrong argument that is not refused by its name."""
-  given, others = valid_call(name, function)
-  call(name, function, given, others)
-  for x in inspect.signature(function).parameters.values():
-    for label, value in WRONG.items():
-      if x.kind in STARRED or (value is None and x.default is None):
-        continue
-      case = f"{name} {x.name}={label}"
-      try:
-        call(name, function, given | {x.name: value}, others)
-      except (TypeError, ValueError) as error:
-        if f"`{x.name}`" not in str(error):
-          yield case, repr(error)
-      except Exception as error:
-        if type(error) is not NO_FILE.get(case):
-          yield case, repr(error)
-      else:
-        yield case, "accepted"
+def outcomes(values, use=use):
+  """Yields the name, the argument, the value's label and the error of calls."""
+  with warnings.catch_warnings(action="ignore"):
+    for name, function in callables():
+      given, others = valid_call(name, function)
+      if values is WRONG:
+        call(name, function, given, others)
+      for x in inspect.signature(function).parameters.values():
+        for label, value in values.items():
+          if x.kind in STARRED or (value is None and x.default is None):
+            continue
+          error = None
+          try:
+            call(name, function, given | {x.name: value}, others, use)
+          except Exception as caught:
+            error = caught
+          yield name, x.name, label, error
 
 
-def test_a_wrong_argument_is_refused_by_its_name(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def a_history_and_no_compilers(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   ols.instruments.write_history("history.csv", HISTORY)
-  # The compilers are not asked.
   monkeypatch.setenv(compiling.VARIABLE, str(tmp_path))
   (tmp_path / "bin").mkdir()
   (tmp_path / "bin" / "python").touch()
@@ -290,19 +291,52 @@ def test_a_wrong_argument_is_refused_by_its_name(tmp_path, monkeypatch):
     "compile_for",
     lambda target, programs, **_: ({}, {x: {"error": ""} for x in programs}),
   )
-  found = {}
-  with warnings.catch_warnings(action="ignore"):
-    for name, function in callables():
-      found |= outcomes(name, function)
+
+
+def test_a_wrong_argument_is_refused_by_its_name():
+  accepted, wrong = [], {}
+  for name, argument, label, error in outcomes(WRONG):
+    case = f"{name} {argument}={label}"
+    is_named = isinstance(error, (TypeError, ValueError))
+    is_named = is_named and f"`{argument}`" in str(error)
+    if error is None:
+      accepted.append(case)
+    elif not is_named and type(error) is not NO_FILE.get(case):
+      wrong[case] = repr(error)
+  assert not wrong
   right = {
     place + value
     for places in ACCEPTED.values()
     for place, values in places.items()
     for value in values.split()
   }
-  accepted = [case for case, text in found.items() if text == "accepted"]
-  as_right = {x: fnmatch.filter(accepted, x) for x in right}
-  assert all(as_right.values()), "a row of ACCEPTED is out of date"
-  for case in {y for x in as_right.values() for y in x}:
-    del found[case]
-  assert not found
+  found = {x: fnmatch.filter(accepted, x) for x in right}
+  assert not [x for x in right if not found[x]], "these are refused now"
+  assert {*accepted} == {case for cases in found.values() for case in cases}
+
+
+def test_no_error_has_a_name_from_inside_jax():
+  texts = []
+
+  def note(error):
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    if "optax_lossscale" in last.filename:
+      texts.append(str(error))
+
+  def walk(x):
+    def use(name, made):
+      for args in ((x,), (PARAMS,), (PARAMS, x)) if callable(made) else ():
+        try:
+          made(*args)
+        except Exception as error:
+          note(error)
+
+    values = {"array": x, "tree": {"w": x}, "pair": (x, x)}
+    for *_, error in outcomes(values, use):
+      if error is not None:
+        note(error)
+    return x
+
+  jax.jit(walk)(jnp.float32(1.5))
+  assert len(texts) > 100
+  assert not [x for x in texts if re.search("Tracer|ArrayImpl", x)]

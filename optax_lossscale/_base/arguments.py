@@ -330,13 +330,18 @@ def check_file(name: str, value: object) -> pathlib.Path:
   return pathlib.Path(value)
 
 
-def as_flag(overflow: ArrayLike, state: Any) -> jax.Array:
-  """Returns a rule's `overflow` as bool[]; in Megatron it has shape [1]."""
-  if not hasattr(state, "loss_scale"):
+def scale_of(state: object) -> jax.Array:
+  """Returns the S in a rule's state."""
+  loss_scale: jax.Array | None = getattr(state, "loss_scale", None)
+  if loss_scale is None:
     raise TypeError(
-      "`state` must be the state of this rule, as its init makes it, got "
-      f"{kind_of(state)}."
+      f"`state` must be what the rule's init makes, got {kind_of(state)}."
     )
+  return loss_scale
+
+
+def as_flag(overflow: ArrayLike, loss_scale: jax.Array) -> jax.Array:
+  """Returns a rule's `overflow` as bool[]; in Megatron it has shape [1]."""
   if overflow is None or not is_numeric(overflow):
     raise TypeError(
       f"`overflow` must be one flag, true or false, got {shown(overflow)}."
@@ -344,7 +349,7 @@ def as_flag(overflow: ArrayLike, state: Any) -> jax.Array:
   flag = jnp.asarray(overflow, bool)
   if flag.size == 1:
     return flag.reshape(())
-  if flag.shape != jnp.shape(state.loss_scale):  # Equal for a batch of states.
+  if flag.shape != jnp.shape(loss_scale):  # Equal for a batch of states.
     raise ValueError(
       "`overflow` must be one flag, true or false, got an array of shape "
       f"{flag.shape}; to skip when any of them is set, pass jnp.any(overflow)."

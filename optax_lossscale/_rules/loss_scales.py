@@ -92,14 +92,14 @@ class FixedLossScale(base.LossScale):
   ) -> FixedLossScaleState:
     """Returns `state` unchanged. See `LossScale.update`."""
     del amax
-    arguments.as_flag(overflow, state)  # Only checks them.
+    arguments.as_flag(overflow, arguments.scale_of(state))  # Only checks them.
     return state
 
   def stalled(
     self, state: FixedLossScaleState, overflow: ArrayLike
   ) -> jax.Array:
     """Returns bool[], True on any overflow, because S cannot move."""
-    return arguments.as_flag(overflow, state)
+    return arguments.as_flag(overflow, arguments.scale_of(state))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,6 +203,6 @@ class DynamicLossScale(base.LossScale):
     self, state: engine.DynamicLossScaleState, overflow: ArrayLike
   ) -> jax.Array:
     """Returns bool[], True on an overflow with S at or below `min_scale`."""
-    overflow = arguments.as_flag(overflow, state)
+    overflow = arguments.as_flag(overflow, arguments.scale_of(state))
     is_below = state.loss_scale < jnp.float32(self.min_scale)
     return self._as_engine.stalled(state, overflow) | (is_below & overflow)

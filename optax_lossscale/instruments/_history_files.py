@@ -1,13 +1,14 @@
 """Reads and writes histories as CSV files."""
 
 from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
 import contextlib
 import csv
 import os
 import pathlib
 import secrets
 import shutil
-from typing import Any
 
 import numpy as np
 
@@ -64,18 +65,11 @@ def read_history(path: str | os.PathLike[str]) -> _history.History:
     raise ValueError(f"{name}: must be a file, got a folder, device or pipe.")
   try:
     with path.open(newline="", encoding="utf-8-sig") as file:
-      reader = csv.reader(file, strict=True)
-      columns = _read(reader)
+      columns = _read(file)
   except UnicodeDecodeError as error:
     raise ValueError(f"{name}: must be text in UTF-8, got {error}.") from error
   except ValueError as error:
     raise ValueError(f"{name}: {error}") from error
-  except csv.Error as error:
-    rule = "have cells between commas" if reader.line_num > 1 else _HEADER
-    raise ValueError(
-      f"{name}: line {reader.line_num}: must {rule}, got text that is not CSV: "
-      f"{error}."
-    ) from error
   # Values too large for float32 become inf, as in a float32 amax.
   with np.errstate(over="ignore"):
     amax = np.array(columns["amax"], np.float32)
@@ -147,9 +141,23 @@ def _replace(path: pathlib.Path, text: str) -> None:
     beside.unlink(missing_ok=True)
 
 
-def _read(reader: Any) -> dict[str, list[float]]:
+def _lines(file: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
+  """Yields the name of each line, and its cells."""
+  reader = csv.reader(file, strict=True)
+  try:
+    for cells in reader:
+      yield f"line {reader.line_num}", cells
+  except csv.Error as error:
+    rule = "have cells between commas" if reader.line_num > 1 else _HEADER
+    raise ValueError(
+      f"line {reader.line_num}: must {rule}, got text that is not CSV: {error}."
+    ) from error
+
+
+def _read(file: Iterable[str]) -> dict[str, list[float]]:
   """Returns the columns that make up a history."""
-  names = [name.strip() for name in next(reader, [])]
+  lines = _lines(file)
+  names = [name.strip() for name in next(lines, ("", []))[1]]
   if "amax" not in names:
     got = shown(",".join(names))
     raise ValueError(f"line 1: must {_HEADER}, got {got}.")
@@ -157,8 +165,7 @@ def _read(reader: Any) -> dict[str, list[float]]:
   for name in columns:
     if names.count(name) > 1:
       raise ValueError(f"line 1: column {name} must come once, got it twice.")
-  for cells in reader:
-    line = f"line {reader.line_num}"
+  for line, cells in lines:
     if not cells:
       continue  # A blank line, such as at the end.
     if len(cells) != len(names):

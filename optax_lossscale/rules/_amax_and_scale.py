@@ -5,7 +5,6 @@ ulp for some powers of two, and S would then be wrong by a factor of two.
 """
 
 import math
-from typing import Any
 
 import jax
 from jax import lax
@@ -47,7 +46,7 @@ def leap_up(exponent: jax.Array) -> jax.Array:
 
 
 def read_step(
-  state: Any, overflow: ArrayLike, amax: ArrayLike | None
+  loss_scale: jax.Array, overflow: ArrayLike, amax: ArrayLike | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns the overflow, the amax, and whether amax shows where S belongs.
 
@@ -58,9 +57,10 @@ def read_step(
       "`amax` must be passed to update, got None: this rule moves S by it. "
       "`loss_scaling` passes it."
     )
-  overflow = arguments.as_flag(overflow, state)
-  shape = np.shape(state.loss_scale)
-  if not arguments.is_numeric(amax) or np.shape(amax) != shape:
+  overflow = arguments.as_flag(overflow, loss_scale)
+  if not (
+    arguments.is_numeric(amax) and np.shape(amax) == np.shape(loss_scale)
+  ):
     raise TypeError(
       f"`amax` must be a real scalar, got {arguments.shown(amax)}."
     )
@@ -98,8 +98,9 @@ def check_bits(name: str, value: object) -> int:
   return bits
 
 
-def at_floor(state: Any, min_scale: float, overflow: ArrayLike) -> jax.Array:
+def at_floor(state: object, min_scale: float, overflow: ArrayLike) -> jax.Array:
   """Returns bool[], True on an overflow with S at or below its floor."""
-  return arguments.as_flag(overflow, state) & (
-    state.loss_scale <= np.float32(min_scale)
+  loss_scale = arguments.scale_of(state)
+  return arguments.as_flag(overflow, loss_scale) & (
+    loss_scale <= np.float32(min_scale)
   )

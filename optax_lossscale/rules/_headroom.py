@@ -162,7 +162,9 @@ class HeadroomLossScale(base.LossScale):
     Raises:
       ValueError: if `amax` is None.
     """
-    overflow, amax, tells = _amax_and_scale.read_step(state, overflow, amax)
+    overflow, amax, tells = _amax_and_scale.read_step(
+      arguments.scale_of(state), overflow, amax
+    )
     fitting = _amax_and_scale.fitting_exponent(
       amax, state.loss_scale, bits.limit(self.dtype, None)
     )

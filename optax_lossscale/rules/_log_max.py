@@ -143,7 +143,9 @@ class LogMaxLossScale(base.LossScale):
     Raises:
       ValueError: if `amax` is None.
     """
-    overflow, amax, tells = _amax_and_scale.read_step(state, overflow, amax)
+    overflow, amax, tells = _amax_and_scale.read_step(
+      arguments.scale_of(state), overflow, amax
+    )
     # Damaged statistics are reset, because they and S would never recover.
     fresh = self.init()._replace(loss_scale=state.loss_scale)
     least = jnp.stack([state.variance, state.weight, state.slow_weight])

@@ -137,7 +137,9 @@ class WarmStart(base.LossScale):
     Raises:
       ValueError: if `amax` is None.
     """
-    is_over, amax, tells = _amax_and_scale.read_step(state, overflow, amax)
+    is_over, amax, tells = _amax_and_scale.read_step(
+      arguments.scale_of(state), overflow, amax
+    )
     moved = self.rule.update(state.rule_state, overflow, amax=amax)
     limit = bits.limit(self.dtype, None)
     fitting = _amax_and_scale.fitting_exponent(amax, state.loss_scale, limit)
