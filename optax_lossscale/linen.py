@@ -157,7 +157,8 @@ class TrainState(train_state.TrainState):
       A state with the structure and the dtypes of this one.
 
     Raises:
-      TypeError: if a keyword does not name a field that a subclass adds.
+      TypeError: if a keyword does not name a field that a subclass adds, or an
+        argument has the wrong type.
       ValueError: if a new value differs from the old one in structure or shape,
         or if only one of `params` and `grads` has FP8's collection.
     """
@@ -174,19 +175,21 @@ class TrainState(train_state.TrainState):
         "`extra_args` must be a dict of arguments of tx.update, got "
         f"{arguments.shown(extra_args)}."
       )
-    params = _optimized(self.params)
-    try:
-      updates, opt_state = self.tx.update(
-        _optimized(grads), self.opt_state, params, **(extra_args or {})
+    # The gradients of optax's lookahead are those of its fast parameters.
+    likes = self.params, getattr(self.params, "fast", self.params)
+    if _kind(grads) not in map(_kind, likes):
+      raise TypeError(
+        f"`grads` must be like `params`, a {arguments.kind_of(self.params)}, "
+        f"got {arguments.kind_of(grads)}; pass what scaled_value_and_grad "
+        "returned."
       )
-      params = leaves.apply_updates(params, updates)
-    except (TypeError, ValueError) as error:
-      found = trees.difference(self.params, grads, trees.is_for_each_example)
-      if found is None:
-        raise
-      raise ValueError(
-        f"`grads` must be gradients of `params`, got {found}."
-      ) from error
+    updates, opt_state = self.tx.update(
+      _optimized(grads),
+      self.opt_state,
+      _optimized(self.params),
+      **(extra_args or {}),
+    )
+    params = leaves.apply_updates(_optimized(self.params), updates)
     if _has_fp8(self.params):
       # The gradients of the other collection are its next values.
       params = core.copy(self.params, {**grads, "params": params})
@@ -229,6 +232,12 @@ def _optimized(tree: Any) -> Any:
   Flax's own train state passes the same part, so its `opt_state` is the same.
   """
   return tree["params"] if _has_fp8(tree) else tree
+
+
+def _kind(tree: object) -> object:
+  """Returns the type of a pytree's outermost node; None for a leaf."""
+  structure: jax.tree_util.PyTreeDef = jax.tree.structure(tree)
+  return (structure.node_data() or (None,))[0]
 
 
 def _has_fp8(tree: object) -> bool:
