@@ -3,6 +3,7 @@
 from collections.abc import Hashable
 import functools
 from typing import Any
+from typing import TypeGuard
 
 from chex import ArrayTree
 import jax
@@ -160,6 +161,7 @@ def _fill(
     # The wrapper runs the optimizer in float32, so its state is widened too.
     is_widened = (
       is_inner
+      and _is_array(got)
       and leaves.is_real(got)
       and leaves.at_least_float32(got.dtype) == _dtype(expected)
     )
@@ -214,7 +216,13 @@ def _dtype(x: object) -> np.dtype | None:
   """Returns the dtype of an array or a number, and None for anything else."""
   if isinstance(x, (bool, int, float, complex)):
     return jnp.result_type(x)
-  return getattr(x, "dtype", None)
+  return x.dtype if _is_array(x) else None
+
+
+def _is_array(x: object) -> TypeGuard[jax.Array]:
+  # Other objects may have a dtype and a shape, such as datasets in a file.
+  kinds = jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct
+  return isinstance(x, kinds)
 
 
 def _mismatch(
@@ -237,7 +245,7 @@ def _mismatch(
       "; a checkpoint must be restored into the structure of the optimizer's "
       "state: jax.eval_shape(inner.init, params)"
     )
-  elif leaves.is_real(expected) and leaves.is_real(got):
+  elif leaves.is_real(expected) and _is_array(got) and leaves.is_real(got):
     remedy = "; only floats are widened, to float32 inside of loss scaling"
   return ValueError(
     f"{rule}, got {_describe(got)} at {_name(path)} where "

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
 from optax_lossscale._step import requirements
@@ -156,7 +157,8 @@ class TrainState(train_state.TrainState):
       A state with the structure and the dtypes of this one.
 
     Raises:
-      TypeError: if a keyword does not name a field that a subclass adds.
+      TypeError: if a keyword does not name a field that a subclass adds, or an
+        argument has the wrong type.
       ValueError: if a new value differs from the old one in structure or shape,
         or if only one of `params` and `grads` has FP8's collection.
     """
@@ -167,6 +169,19 @@ class TrainState(train_state.TrainState):
         "`grads` must have the collections of `params`, got "
         f"{fp8_ops.OVERWRITE_WITH_GRADIENT} in {has_it} alone; differentiate "
         "with respect to the whole of state.params."
+      )
+    if not isinstance(extra_args, Mapping | None):
+      raise TypeError(
+        "`extra_args` must be a dict of arguments of tx.update, got "
+        f"{arguments.shown(extra_args)}."
+      )
+    # The gradients of optax's lookahead are those of its fast parameters.
+    likes = self.params, getattr(self.params, "fast", self.params)
+    if _kind(grads) not in map(_kind, likes):
+      raise TypeError(
+        f"`grads` must be like `params`, a {arguments.kind_of(self.params)}, "
+        f"got {arguments.kind_of(grads)}; pass what scaled_value_and_grad "
+        "returned."
       )
     updates, opt_state = self.tx.update(
       _optimized(grads),
@@ -217,6 +232,12 @@ def _optimized(tree: Any) -> Any:
   Flax's own train state passes the same part, so its `opt_state` is the same.
   """
   return tree["params"] if _has_fp8(tree) else tree
+
+
+def _kind(tree: object) -> object:
+  """Returns the type of a pytree's outermost node; None for a leaf."""
+  structure: jax.tree_util.PyTreeDef = jax.tree.structure(tree)
+  return (structure.node_data() or (None,))[0]
 
 
 def _has_fp8(tree: object) -> bool:

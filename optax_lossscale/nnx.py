@@ -158,9 +158,12 @@ def scaled_value_and_grad(
   requirements.check_surroundings(optimizer.opt_state)
   is_default = argnums is None
   chosen = nnx.DiffState(0, optimizer.wrt) if argnums is None else argnums
+  places = arguments.argnums_as_tuple(chosen)
+  numbers = [getattr(x, "argnum", x) for x in places]
+  backward.check_argnums(argnums, numbers)
   filters = {
-    getattr(x, "argnum", x): getattr(x, "filter", nnx.Param)
-    for x in arguments.argnums_as_tuple(chosen)
+    number: getattr(x, "filter", nnx.Param)
+    for number, x in zip(numbers, places, strict=True)
   }
 
   def differentiate(
@@ -356,11 +359,19 @@ def _find_state(
 ) -> states.LossScalingState:
   """Returns the state of loss scaling in an optimizer, as plain arrays."""
   if not isinstance(optimizer, nnx.Optimizer):
-    raise TypeError(
-      f"`optimizer` must be an nnx.Optimizer, got {kind_of(optimizer)}; "
+    remedy = (
       "with an optimizer's state, outside of NNX, use "
       "optax_lossscale.scaled_value_and_grad and "
-      "optax_lossscale.select_on_skip."
+      "optax_lossscale.select_on_skip"
+    )
+    if isinstance(optimizer, nnx.Pytree):
+      remedy = (
+        "the order is undo_on_skip(optimizer, model), and "
+        "scaled_value_and_grad(loss_fn, optimizer)"
+      )
+    raise TypeError(
+      f"`optimizer` must be an nnx.Optimizer, got {kind_of(optimizer)}; "
+      f"{remedy}."
     )
   opt_state = nnx.as_pure(optimizer.opt_state)
   if not states.find_states(opt_state):

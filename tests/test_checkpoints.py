@@ -281,6 +281,16 @@ def test_numpy_numbers_become_strong_arrays():
 # Errors.
 
 
+class Dataset:
+  """Like the array of a file that is not read yet."""
+
+  def __init__(self, dtype, shape):
+    self.dtype, self.shape = np.dtype(dtype), shape
+
+  def __repr__(self):
+    return f"Dataset({self.dtype})"
+
+
 def adam_state(**changes):
   """Returns the state of bare Adam, with other fields."""
   adam, empty = optax.adam(0.5).init({"w": jnp.ones(3)})
@@ -305,6 +315,10 @@ MISFITS = {
     r"got float16\[\] at '0/count' where it has int32\[\]",
   ),
   "no array": (adam_state(mu={"w": "mu"}), r"got 'mu' at '0/mu/w'"),
+  "a dataset": (
+    adam_state(mu={"w": Dataset("float16", (3,))}),
+    r"got Dataset\(.* at '0/mu/w' where it has float32\[3\]\.$",
+  ),
   "a tree for a leaf": (
     adam_state(mu={"w": {"a": 1}}),
     r"got dict\('a'\) at '0/mu/w' where it has float32\[3\]",
@@ -408,6 +422,10 @@ def test_a_checkpoint_that_lacks_new_fields_is_filled(rule, tmp_path):
     (
       lambda x: x["counts"].update(applied_steps=jnp.float32(1)),
       r"float32\[\] at 'counts/applied_steps' where `target` has int32",
+    ),
+    (
+      lambda x: x["inner_state"]["0"].update(mu=Dataset("float32", (3,))),
+      r"Dataset\(.* at 'inner_state/0/mu' where `target` has float32\[3\]",
     ),
     (
       lambda x: x.update(counts=3.0),

@@ -393,6 +393,16 @@ def test_nodes_that_no_step_changes_in_place_are_refused(nodes, got):
     pass
 
 
+def test_a_model_before_the_optimizer_is_refused_with_their_order():
+  model, optimizer = make(linear)
+  order = r"got Linear; the order is undo_on_skip\(optimizer, model\)"
+  with (
+    pytest.raises(TypeError, match=order),
+    ols.nnx.undo_on_skip(model, optimizer),
+  ):
+    pass
+
+
 def test_the_optimizer_itself_is_refused_at_any_depth():
   class Trainer(nnx.Module):
     def __init__(self):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Sequence
 import contextlib
 import difflib
 import fractions
@@ -10,6 +11,8 @@ import inspect
 import math
 import numbers
 import operator
+import os
+import pathlib
 import re
 from typing import Any
 from typing import NamedTuple
@@ -308,8 +311,41 @@ def check_flag(name: str, value: object) -> bool:
   return bool(value)
 
 
+def check_choice(name: str, value: Value, choices: Sequence[object]) -> Value:
+  """Returns `value`, which must be one of a few texts."""
+  if not isinstance(value, str) or value not in choices:
+    *others, last = map(repr, choices)
+    raise ValueError(
+      f"`{name}` must be {', '.join(others)} or {last}, got {shown(value)}."
+    )
+  return value
+
+
+def check_file(name: str, value: object) -> pathlib.Path:
+  """Returns the name of a file or a folder as a path."""
+  if not isinstance(value, (str, os.PathLike)):
+    raise TypeError(
+      f"`{name}` must be a text or a pathlib.Path, got {shown(value)}."
+    )
+  return pathlib.Path(value)
+
+
+def scale_of(state: object) -> jax.Array:
+  """Returns the S in a rule's state."""
+  loss_scale: jax.Array | None = getattr(state, "loss_scale", None)
+  if loss_scale is None:
+    raise TypeError(
+      f"`state` must be what the rule's init makes, got {kind_of(state)}."
+    )
+  return loss_scale
+
+
 def as_flag(overflow: ArrayLike, loss_scale: jax.Array) -> jax.Array:
   """Returns a rule's `overflow` as bool[]; in Megatron it has shape [1]."""
+  if overflow is None or not is_numeric(overflow):
+    raise TypeError(
+      f"`overflow` must be one flag, true or false, got {shown(overflow)}."
+    )
   flag = jnp.asarray(overflow, bool)
   if flag.size == 1:
     return flag.reshape(())
@@ -363,8 +399,8 @@ def find_places(argnums: object, batch_argnums: object, count: int) -> Places:
   if not batched:
     raise ValueError(
       "`fun` must be given a batch beside what it is differentiated by, got "
-      f"{count} positional arguments with argnums={shown(argnums)}; pass "
-      "the batch by position."
+      f"{count} positional arguments with `argnums`={shown(argnums)} and "
+      f"`batch_argnums`={shown(batch_argnums)}; pass the batch by position."
     )
   return Places(differentiated, batched)
 

@@ -67,7 +67,7 @@ def path_names(paths: Iterable[Path]) -> dict[Path, str]:
 def is_at(path: Path, text: object) -> bool:
   """Returns whether a path, or the beginning of one, has this text."""
   beginnings = [path[:i] for i in range(len(path) + 1)]
-  return any(
+  return isinstance(text, str) and any(
     text in (path_name(x), jax.tree_util.keystr(x)) for x in beginnings
   )
 

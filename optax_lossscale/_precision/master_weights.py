@@ -168,10 +168,7 @@ def master_weights(
       f"add up in it, got {dtype}; parameters keep the dtype that they have."
     )
   arguments.check_enabled("dtype", dtype)
-  if store not in ("copy", "remainder"):
-    raise ValueError(
-      f"`store` must be 'copy' or 'remainder', got {arguments.shown(store)}."
-    )
+  arguments.check_choice("store", store, ("copy", "remainder"))
   is_copy = store == "copy"
   kind: type[_AnyState] = MasterWeightsState if is_copy else RemainderState
   if not is_copy and dtype != jnp.float32:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._base import leaves
+from optax_lossscale._base import trees as _trees
 from optax_lossscale._step import states
 
 
@@ -146,6 +147,16 @@ def over(
   function: Callable[..., object], kept: optax.Params, *trees: object
 ) -> optax.Params:
   """Maps over leaves, including those that stand for themselves."""
+  *_, params = trees
+  places = jax.tree.map(lambda _: 0, kept, is_leaf=is_absent)
+  structure: jax.tree_util.PyTreeDef = jax.tree.structure(places)
+  try:
+    structure.flatten_up_to(params)
+  except ValueError as error:
+    found = _trees.difference(places, params)
+    raise ValueError(
+      f"`params` must be the parameters that belong to the state, got {found}."
+    ) from error
   return jax.tree.map(function, kept, *trees, is_leaf=is_absent)
 
 

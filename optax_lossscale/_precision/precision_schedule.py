@@ -146,8 +146,8 @@ class PrecisionSchedule:
     states.check_kind(state, PrecisionScheduleState)
     needed = "step" if self.until_loss is None else "loss"
     fed = {"step": step, "loss": loss}.items()
-    got = " and ".join(f"{name}=" for name, x in fed if x is not None)
-    if got != f"{needed}=":
+    got = " and ".join(f"`{name}`" for name, x in fed if x is not None)
+    if got != f"`{needed}`":
       raise ValueError(
         f"a schedule with `until_{needed}` must be updated with `{needed}`, "
         f"got {got or 'neither `step` nor `loss`'}."
@@ -219,6 +219,8 @@ class PrecisionSchedule:
     """
     states.check_kind(state, PrecisionScheduleState)
     low_loss_fn = self._make_low(loss_fn, cast)
+    arguments.check_flag("has_aux", has_aux)
+    backward.check_argnums(argnums, arguments.argnums_as_tuple(argnums))
     in_full = full_precision.in_full_precision(
       jax.value_and_grad(loss_fn, argnums, has_aux=has_aux),
       keeps_products=self.allow_low_products,
@@ -367,6 +369,7 @@ class PrecisionSchedule:
       0.125 False
     """
     self._make_low(loss_fn, cast)  # Reports errors early.
+    arguments.check_flag("has_aux", has_aux)
     requirements.as_optimizer("tx", tx)
     names = devices.axis_names("axis_name", axis_name)
 
@@ -420,7 +423,7 @@ class PrecisionSchedule:
     self, loss_fn: Callable[..., Any], cast: _Cast | None
   ) -> Callable[..., Any]:
     """Returns `loss_fn` in low precision, or raises if nothing is lowered."""
-    arguments.check_function(loss_fn)
+    arguments.check_function(loss_fn, "loss_fn")
     if cast is None:
       cast = functools.partial(autocast, level="O1", dtype=self.dtype)
     arguments.check_function(cast, "cast")

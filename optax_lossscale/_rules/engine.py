@@ -146,7 +146,7 @@ class Engine:
     self, state: DynamicLossScaleState, overflow: ArrayLike
   ) -> DynamicLossScaleState:
     """Returns the state after one more step."""
-    overflow = arguments.as_flag(overflow, state.loss_scale)
+    overflow = arguments.as_flag(overflow, arguments.scale_of(state))
     step = self._step(state, overflow)
     return step.counted._replace(
       loss_scale=jnp.where(self._can_move(step), step.wanted, state.loss_scale),
@@ -161,7 +161,7 @@ class Engine:
     Either the step overflowed with S at the floor, or S would move below
     `hold_below` or out of the normal float32 range.
     """
-    overflow = arguments.as_flag(overflow, state.loss_scale)
+    overflow = arguments.as_flag(overflow, arguments.scale_of(state))
     step = self._step(state, overflow)
     at_floor = state.loss_scale == jnp.float32(self.min_scale)
     return overflow & at_floor | ~self._can_move(step)

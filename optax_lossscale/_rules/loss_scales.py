@@ -91,14 +91,15 @@ class FixedLossScale(base.LossScale):
     amax: ArrayLike | None = None,
   ) -> FixedLossScaleState:
     """Returns `state` unchanged. See `LossScale.update`."""
-    del overflow, amax
+    del amax
+    arguments.as_flag(overflow, arguments.scale_of(state))  # Only checks them.
     return state
 
   def stalled(
     self, state: FixedLossScaleState, overflow: ArrayLike
   ) -> jax.Array:
     """Returns bool[], True on any overflow, because S cannot move."""
-    return arguments.as_flag(overflow, state.loss_scale)
+    return arguments.as_flag(overflow, arguments.scale_of(state))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +203,6 @@ class DynamicLossScale(base.LossScale):
     self, state: engine.DynamicLossScaleState, overflow: ArrayLike
   ) -> jax.Array:
     """Returns bool[], True on an overflow with S at or below `min_scale`."""
+    overflow = arguments.as_flag(overflow, arguments.scale_of(state))
     is_below = state.loss_scale < jnp.float32(self.min_scale)
-    overflow = arguments.as_flag(overflow, state.loss_scale)
     return self._as_engine.stalled(state, overflow) | (is_below & overflow)

@@ -28,8 +28,7 @@ _REMEDIES = {
   "'equinox.": "of an Equinox model pass the arrays alone, eqx.partition(model,"
   " eqx.is_inexact_array); scaled_value_and_grad takes all of it with "
   "value_and_grad=eqx.filter_value_and_grad",
-  "": "pass it in another argument; an integer may stay with allow_int=True, "
-  "and has a gradient of dtype float0",
+  "": "pass it in another argument",
 }
 
 
@@ -57,8 +56,8 @@ class ScaledValueAndGrad:
     self._fun = fun
     self._opt_state = opt_state  # That of the wrapper, or S itself.
     self._argnums = argnums
-    self._has_aux = has_aux
-    self._allow_int = allow_int
+    self._has_aux = arguments.check_flag("has_aux", has_aux)
+    self._allow_int = arguments.check_flag("allow_int", allow_int)
     self._value_and_grad = value_and_grad
     # The attributes of a callable object must not replace those above.
     functools.update_wrapper(self, fun, updated=())
@@ -138,7 +137,8 @@ def scaled_value_and_grad(
     opt_state: an optimizer state that holds a loss scale, or the scale itself.
     argnums: which positional arguments to differentiate with respect to.
     has_aux: whether `fun` returns a pair of the loss and auxiliary data.
-    allow_int: whether to allow differentiation with respect to integers.
+    allow_int: whether to allow differentiation with respect to integers. Their
+      gradients have dtype float0, which most optimizers of optax refuse.
     path: which scale, if `opt_state` holds several. See `get_loss_scale`.
     value_and_grad: the function that differentiates, for models that are not
       pytrees of arrays: `eqx.filter_value_and_grad` or `nnx.value_and_grad`. It
@@ -340,7 +340,15 @@ def check_arguments(
   opt_state: optax.OptState, argnums: object, path: str | None
 ) -> optax.OptState:
   """Checks arguments; returns the state that holds S, or S itself."""
-  numbers = arguments.argnums_as_tuple(argnums)
+  check_argnums(argnums, arguments.argnums_as_tuple(argnums))
+  states.get_loss_scale(opt_state, path=path)  # Raises if there is not one.
+  requirements.check_surroundings(opt_state)
+  is_scale = isinstance(opt_state, states.SCALES)
+  return opt_state if is_scale else states.find_state(opt_state, path)
+
+
+def check_argnums(argnums: object, numbers: Sequence[object]) -> None:
+  """Raises unless the numbers in `argnums` are integers, each there once."""
   for number in numbers:
     try:
       arguments.check_integer("argnums", number, unit="")
@@ -355,10 +363,6 @@ def check_arguments(
       "`argnums` must name at least one argument, and each once, got "
       f"{arguments.shown(argnums)}."
     )
-  states.get_loss_scale(opt_state, path=path)  # Raises if there is not one.
-  requirements.check_surroundings(opt_state)
-  is_scale = isinstance(opt_state, states.SCALES)
-  return opt_state if is_scale else states.find_state(opt_state, path)
 
 
 def _scaled_loss_fn(

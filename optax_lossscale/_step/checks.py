@@ -31,6 +31,7 @@ class Check:
   dtype: Any = None
 
   def __post_init__(self) -> None:
+    arguments.check_fields(self, saturating=arguments.check_flag)
     if not is_function(self.dtype):
       dtype = jax.tree.map_with_path(
         _as_dtype, self.dtype, is_leaf=leaves.is_none

@@ -135,7 +135,7 @@ def make_varying(tree: trees.Tree, axis_name: AxisNames) -> trees.Tree:
     >>> print(gradients(jnp.ones(()), 4 * jnp.ones(8)))
     [4.]
   """
-  names = axis_names("axis_name", axis_name)
+  names = axis_names("axis_name", axis_name, is_optional=False)
   check_mapped("axis_name", names)
 
   def make_leaf_varying(x: object) -> object:
@@ -151,9 +151,11 @@ def make_varying(tree: trees.Tree, axis_name: AxisNames) -> trees.Tree:
   return jax.tree.map(make_leaf_varying, leaves.as_arrays(tree))
 
 
-def axis_names(argument: str, axis_name: object) -> tuple[Hashable, ...]:
+def axis_names(
+  argument: str, axis_name: object, *, is_optional: bool = True
+) -> tuple[Hashable, ...]:
   """Returns the distinct axis names that a caller passed; () for None."""
-  if axis_name is None:
+  if axis_name is None and is_optional:
     return ()
   names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
   if not all(isinstance(x, Hashable) and x is not None for x in names):

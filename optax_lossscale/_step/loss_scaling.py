@@ -170,6 +170,7 @@ def loss_scaling(
     )
     finding = finding._replace(skip=findings.requested(skip))
     if axes:
+      devices.check_mapped("average_scaled", averaged)
       devices.check_mapped("axis_name", axes)
       finding = findings.agree(finding, axes)
     known = devices.check_agreed(
@@ -287,6 +288,7 @@ def _switched_off(
     one = loss_scales.FixedLossScale(1.0)
     provenance.check_update(gradients, one.scale, one, overflow=None)
     if averaged:
+      devices.check_mapped("average_scaled", averaged)
       # Pass True, as after an overflow, so that NaN stays NaN.
       gradients = devices.average_scaled(gradients, averaged, jnp.array(True))
     skipped = findings.requested(skip)

@@ -279,7 +279,9 @@ def keeps_narrow(inner_state: object) -> bool:
   return any(map(is_narrow_state, nodes))
 
 
-def require_states(opt_state: object) -> dict[leaves.Path, LossScalingState]:
+def require_states(
+  opt_state: object, name: str = "opt_state"
+) -> dict[leaves.Path, LossScalingState]:
   """Returns the states that `find_states` finds; raises if there are none."""
   if states := find_states(opt_state):
     return states
@@ -301,7 +303,7 @@ def require_states(opt_state: object) -> dict[leaves.Path, LossScalingState]:
       "with checkpoints.with_loss_scaling(opt_state, tx.init(params))"
     )
   raise ValueError(
-    "`opt_state` must hold the state of `loss_scaling`, got a "
+    f"`{name}` must hold the state of `loss_scaling`, got a "
     f"{arguments.kind_of(opt_state)} without one; {remedy}."
   )
 
@@ -367,21 +369,29 @@ def get_loss_scale(
     >>> print(ols.get_loss_scale(tx.init({"loss_scale": jnp.zeros(3)})))
     1024.0
   """
+  return read_scale("opt_state", opt_state, path)
+
+
+def read_scale(
+  name: str, opt_state: optax.OptState, path: str | None = None
+) -> jax.Array:
+  """Returns S; `name` is the argument that holds it, or is it."""
   if not isinstance(opt_state, SCALES):
+    require_states(opt_state, name)
     state = find_state(opt_state, path)
     return jnp.asarray(state.loss_scale_state.loss_scale, jnp.float32)
   if isinstance(opt_state, (jax.Array, np.ndarray, np.generic)):
     if opt_state.ndim != 0:
       raise ValueError(
-        "a loss scale must be a scalar, got an array of shape "
+        f"`{name}` as a loss scale must be a scalar, got an array of shape "
         f"{opt_state.shape}."
       )
     if not isinstance(opt_state, jax.core.Tracer):
       # A user's transfer guard is meant for data, not for this scalar.
       with jax.transfer_guard("allow"):
-        arguments.check_scale("loss scale", opt_state)
+        arguments.check_scale(name, opt_state)
     return jnp.asarray(opt_state, jnp.float32)
-  scale = arguments.check_scale("loss scale", opt_state)
+  scale = arguments.check_scale(name, opt_state)
   return jnp.full((), scale, jnp.float32)
 
 

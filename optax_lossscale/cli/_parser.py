@@ -25,7 +25,9 @@ class Parser(argparse.ArgumentParser):
     text = re.sub(r"\s*\n\s*", " ", message).strip()
     pattern = r"(?:invalid choice|unrecognized arguments): '?([^' =]+)"
     wrong = re.search(pattern, text)
-    hint = did_you_mean(wrong[1], self._names()) if wrong else ""
+    choices = re.search(r"choose from (.*)\)", text)
+    names = re.findall("[^', ]+", choices[1]) if choices else self._options()
+    hint = did_you_mean(wrong[1], names) if wrong else ""
     raise BadInputError(f"{self.prog}: error: {text}{hint}")
 
   def find_devices(self) -> list[jax.Device]:
@@ -35,11 +37,10 @@ class Parser(argparse.ArgumentParser):
     except (RuntimeError, AssertionError) as error:
       self.error(f"JAX starts no device; is JAX_PLATFORMS right? {error}")
 
-  def _names(self) -> Iterator[str]:
-    """Yields the options, choices and commands, and those of each command."""
+  def _options(self) -> Iterator[str]:
+    """Yields the options, and those of each command."""
     for action in self._actions:
       yield from action.option_strings
-      yield from action.choices or ()
       if isinstance(action.choices, dict):
         for command in action.choices.values():
-          yield from command._names()
+          yield from command._options()

@@ -1,6 +1,7 @@
 """Spikes of the loss, of the gradient norm or of any other number of a step."""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 from chex import ArrayTree
@@ -117,7 +118,9 @@ class SpikeGuard:
       window=_check_values,
       warmup=lambda name, x: x if x is None else _check_values(name, x),
       patience=arguments.check_count,
-      on_spike=_check_on_spike,
+      on_spike=functools.partial(
+        arguments.check_choice, choices=("drop", "clip", "keep")
+      ),
     )
 
   def init(self) -> SpikeGuardState:
@@ -284,11 +287,3 @@ def _check_values(name: str, value: object) -> int:
       f"`{name}` must be between 2 and 2**31 - 1 values, got {shown(value)}."
     )
   return count
-
-
-def _check_on_spike(name: str, value: object) -> object:
-  if value not in ("drop", "clip", "keep"):
-    raise ValueError(
-      f"`{name}` must be 'drop', 'clip' or 'keep', got {shown(value)}."
-    )
-  return value

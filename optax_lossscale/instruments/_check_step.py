@@ -141,6 +141,11 @@ def check_step(
     False
   """
   run, named, known = _runs.bind(step, args, "check_step")
+  if not isinstance(carry, Mapping | None):
+    raise TypeError(
+      "`carry` must be a dict that leads from arguments to outputs, such as "
+      f"{{'params': 0, 'opt_state': 1}}, got {arguments.shown(carry)}."
+    )
   if known and carry:
     raise ValueError(
       "`carry` must be None with Flax NNX objects, since each is its own next "

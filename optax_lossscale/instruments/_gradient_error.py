@@ -201,6 +201,7 @@ def gradient_error(
   if low_loss_fn is None:
     low_loss_fn = autocast.autocast(loss_fn)
   arguments.check_function(low_loss_fn, "low_loss_fn")
+  arguments.check_flag("has_aux", has_aux)
   scales = _check_scales(loss_scales)
 
   @functools.wraps(loss_fn)
@@ -250,6 +251,11 @@ def compute_reference(
   kwargs: Mapping[str, object],
 ) -> dict[str, np.ndarray]:
   """Returns the gradient in float32 of each parameter, as rows of float64."""
+  if not _elements.named(args[0]):
+    raise ValueError(
+      "`params` must hold floating-point arrays, got "
+      f"{arguments.shown(args[0])}."
+    )
   # Otherwise float32 products are TF32 on some GPUs, and bfloat16 on TPUs.
   with jax.default_matmul_precision("highest"):
     in_float32 = Gradient(loss_fn, has_aux, args, kwargs)

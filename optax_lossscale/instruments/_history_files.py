@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Iterator
 import contextlib
 import csv
 import os
@@ -14,6 +15,7 @@ import numpy as np
 from optax_lossscale._base import arguments
 from optax_lossscale._base.arguments import shown
 from optax_lossscale.instruments import _history
+from optax_lossscale.instruments import _replay
 
 # The rule for the values of a column, as text and as a test.
 _COLUMNS: dict[str, tuple[str, Callable[[float], object]]] = {
@@ -22,6 +24,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[float], object]]] = {
   "amax": ("a number from 0, inf or nan", lambda x: not x < 0),
   "overflow": ("0 or 1", lambda x: x in (0, 1)),
 }
+_HEADER = "name the columns between commas, one of them amax"
 _FLAGS = {"false": "0", "true": "1"}
 _DEVICES = ("/dev", "/dev/fd", "/proc/self/fd")
 
@@ -55,7 +58,7 @@ def read_history(path: str | os.PathLike[str]) -> _history.History:
     >>> print(history.step, history.overflow, history.headroom())
     [1 2] [False  True] [ 2. nan]
   """
-  path = pathlib.Path(path)
+  path = arguments.check_file("path", path)
   name = arguments.printable(path)
   # Reading a device such as /dev/zero would never end.
   if path.exists() and not path.is_file():
@@ -65,7 +68,7 @@ def read_history(path: str | os.PathLike[str]) -> _history.History:
       columns = _read(file)
   except UnicodeDecodeError as error:
     raise ValueError(f"{name}: must be text in UTF-8, got {error}.") from error
-  except (ValueError, csv.Error) as error:
+  except ValueError as error:
     raise ValueError(f"{name}: {error}") from error
   # Values too large for float32 become inf, as in a float32 amax.
   with np.errstate(over="ignore"):
@@ -95,8 +98,14 @@ def write_history(
 
   Raises:
     OSError: if the file cannot be written.
+    TypeError: if an argument has the wrong type.
     ValueError: if the arrays of `history` have different lengths.
   """
+  path = arguments.check_file("path", path)
+  _replay.check_history(history)
+  sizes = [np.size(x) for x in history]
+  if len({*sizes}) > 1:
+    raise ValueError(f"`history` must have arrays of one length, got {sizes}.")
   lines = [",".join(history._fields)]
   rows = zip(*map(np.asarray, history), strict=True)
   for step, scale, amax, overflow in rows:
@@ -104,7 +113,7 @@ def write_history(
     floats = f"{np.float32(scale)!s},{np.float32(amax)!s}"
     lines.append(f"{step},{floats},{int(overflow)}")
   text = "\n".join([*lines, ""])
-  _replace(pathlib.Path(path), text)
+  _replace(path, text)
 
 
 def _replace(path: pathlib.Path, text: str) -> None:
@@ -132,21 +141,31 @@ def _replace(path: pathlib.Path, text: str) -> None:
     beside.unlink(missing_ok=True)
 
 
+def _lines(file: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
+  """Yields the name of each line, and its cells."""
+  reader = csv.reader(file, strict=True)
+  try:
+    for cells in reader:
+      yield f"line {reader.line_num}", cells
+  except csv.Error as error:
+    rule = "have cells between commas" if reader.line_num > 1 else _HEADER
+    raise ValueError(
+      f"line {reader.line_num}: must {rule}, got text that is not CSV: {error}."
+    ) from error
+
+
 def _read(file: Iterable[str]) -> dict[str, list[float]]:
   """Returns the columns that make up a history."""
-  reader = csv.reader(file, strict=True)
-  names = [name.strip() for name in next(reader, [])]
+  lines = _lines(file)
+  names = [name.strip() for name in next(lines, ("", []))[1]]
   if "amax" not in names:
-    raise ValueError(
-      "line 1: must name the columns between commas, one of them amax, got "
-      f"{shown(','.join(names))}."
-    )
+    got = shown(",".join(names))
+    raise ValueError(f"line 1: must {_HEADER}, got {got}.")
   columns: dict[str, list[float]] = {x: [] for x in _COLUMNS if x in names}
   for name in columns:
     if names.count(name) > 1:
       raise ValueError(f"line 1: column {name} must come once, got it twice.")
-  for cells in reader:
-    line = f"line {reader.line_num}"
+  for line, cells in lines:
     if not cells:
       continue  # A blank line, such as at the end.
     if len(cells) != len(names):

@@ -113,7 +113,7 @@ class LeafStats:
     Raises:
       ValueError: if there is no such leaf.
     """
-    if path not in self.paths:
+    if not isinstance(path, str) or path not in self.paths:
       raise ValueError(
         f"`path` must be that of a leaf, got {arguments.shown(path)}; the "
         f"leaves are {arguments.shown(self.paths)}."
@@ -131,7 +131,12 @@ class LeafStats:
 
     Returns:
       A share from 0 to 1; 0 if there are no elements.
+
+    Raises:
+      TypeError: if an exponent is not an integer.
     """
+    low = arguments.check_integer("low", low, unit="")
+    high = arguments.check_integer("high", high, unit="")
     is_between = (self.exponents >= low) & (self.exponents < high)
     counted = self._known(self.counts)[:, is_between].sum()
     return float(counted / max(self.total, 1))
@@ -171,7 +176,7 @@ class LeafStats:
         "float8_e8m0fnu."
       )
     counts, zeros = self._known(self.counts), self._known(self.zeros)
-    scale = float(states.get_loss_scale(loss_scale))
+    scale = float(states.read_scale("loss_scale", loss_scale))
     smallest = float(jnp.finfo(target).smallest_subnormal)
     limit = math.log2(smallest) - 1 - math.log2(scale)
     # The part of each exponent's range that is below the limit.

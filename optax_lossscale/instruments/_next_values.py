@@ -62,11 +62,6 @@ def match(
   The outputs are all subtrees of what the step returns, by their paths. Those
   that are `known` are taken as they are.
   """
-  if not isinstance(carry, Mapping | None):
-    raise TypeError(
-      "`carry` must be a dict that leads from arguments to outputs, such as "
-      f"{{'params': 0, 'opt_state': 1}}, got {arguments.shown(carry)}."
-    )
   by_position = dict(enumerate(named))
   chosen = {by_position.get(x, x): str(y) for x, y in (carry or {}).items()}
   found = dict(known)

@@ -47,8 +47,8 @@ def swallowed_share(params: optax.Params, updates: optax.Updates) -> jax.Array:
   if not new.keys() <= old.keys():
     raise ValueError(
       "`updates` must be for the parameters, got one for "
-      f"{min(names[x] for x in new.keys() - old.keys())!r}, and parameters at "
-      f"{sorted(names[x] for x in old)}."
+      f"{min(names[x] for x in new.keys() - old.keys())!r}, and `params` with "
+      f"arrays at {sorted(names[x] for x in old)}."
     )
   for path, update in new.items():
     shapes = old[path].shape, update.shape

@@ -213,6 +213,7 @@ def tune_precision(
     {'head': dtype('float32')}
   """
   arguments.check_function(loss_fn, "loss_fn")
+  arguments.check_flag("has_aux", has_aux)
   ladder = _check_dtypes(dtypes)
   limit = None
   if tolerance is not None:

@@ -146,6 +146,7 @@ def where_overflow(
   """
   arguments.check_function(fun)
   operation_overflow.check_for_operations(check)
+  undefined = arguments.check_flag("undefined", undefined)
 
   @functools.wraps(fun)
   def where_overflow_fun(*args: object, **kwargs: object) -> Place | None:

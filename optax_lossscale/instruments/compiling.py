@@ -122,6 +122,8 @@ def find_python(folder: str | os.PathLike[str] | None) -> pathlib.Path:
   Raises:
     RuntimeError: if it is not found.
   """
+  if folder is not None:
+    folder = arguments.check_file("compilers", folder)
   folder = folder or os.environ.get(VARIABLE) or ""
   packages = "libtpu", "jax_cuda12_plugin", "flatbuffers"
   if not folder and all(map(importlib.util.find_spec, packages)):

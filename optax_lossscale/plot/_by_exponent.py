@@ -96,6 +96,10 @@ def exponent_histogram(
     <https://arxiv.org/abs/1710.03740>`_, 2018, figure 3.
   """
   shares = _shares_of(stats, together=True)
+  if not isinstance(dtypes, Sequence) or isinstance(dtypes, str):
+    raise TypeError(
+      f"`dtypes` must be a list of dtypes, got {arguments.shown(dtypes)}."
+    )
   ranges = [_range_of("dtypes", dtype) for dtype in dtypes]
   scale = _scale_of(loss_scale)
   shift = math.log2(scale)
@@ -323,7 +327,9 @@ def _range_of(name: str, dtype: DTypeLike) -> _Range:
 
 def _scale_of(loss_scale: ArrayLike | None) -> float:
   """Returns S as a number; 1 without S."""
-  return 1.0 if loss_scale is None else float(states.get_loss_scale(loss_scale))
+  if loss_scale is None:
+    return 1.0
+  return float(states.read_scale("loss_scale", loss_scale))
 
 
 def _written(loss_scale: float) -> str:

@@ -1,5 +1,6 @@
 """The scalers of Megatron-LM, DeepSpeed and ColossalAI."""
 
+import functools
 import math
 from typing import Any
 from typing import Literal
@@ -52,19 +53,14 @@ _DEEPSPEED_KEYS: dict[str, object] = {
 }
 
 
-def _check_refill(name: str, value: object) -> object:
-  if value not in ("growth", "clean"):
-    raise ValueError(
-      f"`{name}` must be 'growth', as the code does, or 'clean', as its "
-      f"documentation says, got {_arguments.shown(value)}."
-    )
-  return value
-
-
 @preset(
   **_MEGATRON,
   min_scale=Argument("min_scale", check=_arguments.check_scale),
-  refill=Argument("refill", lambda event: frozenset({event}), _check_refill),
+  refill=Argument(
+    "refill",
+    lambda event: frozenset({event}),
+    functools.partial(_arguments.check_choice, choices=("growth", "clean")),
+  ),
   starts_within_bounds=True,
   saves={
     "scale": Key("S", one_float32),

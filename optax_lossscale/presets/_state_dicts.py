@@ -75,15 +75,17 @@ def from_state_dict(
 ) -> tuple[base.LossScale, Any]:
   """Returns the rule and the state that a system's dictionary describes.
 
-  Some dictionaries hold the system's arguments (torch, DeepSpeed, Paddle).
-  Others do not (Megatron, Keras): pass every argument that was not at its
-  default. Arguments that you pass override those in the dictionary.
+  Some dictionaries hold the system's arguments (torch, DeepSpeed, Paddle, the
+  `vars` of a scaler of Flax or jmp). Others do not (Megatron, Keras): pass
+  every argument that was not at its default. Arguments that you pass override
+  those in the dictionary.
 
   Args:
     system: the preset's name, or a rule, whose arguments then override those in
       the dictionary.
-    state_dict: the dictionary, with the system's own keys. Values may be
-      numbers, or NumPy arrays or CPU tensors with one element.
+    state_dict: the dictionary, with the system's own keys and perhaps its
+      arguments. Values may be numbers, or NumPy arrays or CPU tensors with one
+      element.
     **arguments: the preset's arguments.
 
   Returns:
@@ -245,8 +247,14 @@ def _read_numbers(
   system: str, keys: _keys.Keys, dictionary: object
 ) -> dict[str, Any]:
   """Returns what a system's dictionary holds, by what its keys hold."""
+  # The attributes of an object, such as Flax's, also hold its arguments.
+  parameters = declaration.PRESETS[system].parameters.keys() - keys
+  given = {}
+  if isinstance(dictionary, Mapping):
+    given = {x: y for x, y in dictionary.items() if x in parameters}
+    dictionary = {x: y for x, y in dictionary.items() if x not in parameters}
   values = _read(system, keys, dictionary)
-  return {
+  return given | {
     key.holds: values[name]
     for name, key in keys.items()
     if isinstance(key, _keys.Key) and key.is_read
@@ -262,7 +270,8 @@ def _read(
   if not isinstance(dictionary, Mapping):
     raise TypeError(
       "`state_dict` must be a dictionary, got "
-      f"{_arguments.kind_of(dictionary)}; of an object pass its vars(...)."
+      f"{_arguments.kind_of(dictionary)}; of an object pass its state_dict() "
+      "or, if it has none, its vars(...)."
     )
   came = _flatten(dictionary, keys)
   _refuse_traced("state_dict", came.values(), "from_state_dict")

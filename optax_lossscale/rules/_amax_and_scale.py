@@ -57,10 +57,17 @@ def read_step(
       "`amax` must be passed to update, got None: this rule moves S by it. "
       "`loss_scaling` passes it."
     )
+  overflow = arguments.as_flag(overflow, loss_scale)
+  if not (
+    arguments.is_numeric(amax) and np.shape(amax) == np.shape(loss_scale)
+  ):
+    raise TypeError(
+      f"`amax` must be a real scalar, got {arguments.shown(amax)}."
+    )
   amax = jnp.asarray(arguments.as_finite("amax", amax), jnp.float32)
   is_finite = jnp.isfinite(amax)
   tells = is_finite & (amax >= arguments.SMALLEST_SCALE)
-  return arguments.as_flag(overflow, loss_scale) | ~is_finite, amax, tells
+  return overflow | ~is_finite, amax, tells
 
 
 def fitting_exponent(
@@ -91,10 +98,9 @@ def check_bits(name: str, value: object) -> int:
   return bits
 
 
-def at_floor(
-  loss_scale: jax.Array, min_scale: float, overflow: ArrayLike
-) -> jax.Array:
+def at_floor(state: object, min_scale: float, overflow: ArrayLike) -> jax.Array:
   """Returns bool[], True on an overflow with S at or below its floor."""
+  loss_scale = arguments.scale_of(state)
   return arguments.as_flag(overflow, loss_scale) & (
     loss_scale <= np.float32(min_scale)
   )

@@ -163,7 +163,7 @@ class HeadroomLossScale(base.LossScale):
       ValueError: if `amax` is None.
     """
     overflow, amax, tells = _amax_and_scale.read_step(
-      state.loss_scale, overflow, amax
+      arguments.scale_of(state), overflow, amax
     )
     fitting = _amax_and_scale.fitting_exponent(
       amax, state.loss_scale, bits.limit(self.dtype, None)
@@ -201,7 +201,7 @@ class HeadroomLossScale(base.LossScale):
     self, state: HeadroomLossScaleState, overflow: ArrayLike
   ) -> jax.Array:
     """Returns bool[], True on an overflow with S at or below `min_scale`."""
-    return _amax_and_scale.at_floor(state.loss_scale, self.min_scale, overflow)
+    return _amax_and_scale.at_floor(state, self.min_scale, overflow)
 
   def _ceiling(
     self,

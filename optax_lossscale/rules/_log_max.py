@@ -144,7 +144,7 @@ class LogMaxLossScale(base.LossScale):
       ValueError: if `amax` is None.
     """
     overflow, amax, tells = _amax_and_scale.read_step(
-      state.loss_scale, overflow, amax
+      arguments.scale_of(state), overflow, amax
     )
     # Damaged statistics are reset, because they and S would never recover.
     fresh = self.init()._replace(loss_scale=state.loss_scale)
@@ -178,7 +178,7 @@ class LogMaxLossScale(base.LossScale):
     self, state: LogMaxLossScaleState, overflow: ArrayLike
   ) -> jax.Array:
     """Returns bool[], True on an overflow with S at or below `scale_min`."""
-    return _amax_and_scale.at_floor(state.loss_scale, self.scale_min, overflow)
+    return _amax_and_scale.at_floor(state, self.scale_min, overflow)
 
   def _enter(
     self, state: LogMaxLossScaleState, x: jax.Array

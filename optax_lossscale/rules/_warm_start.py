@@ -138,7 +138,7 @@ class WarmStart(base.LossScale):
       ValueError: if `amax` is None.
     """
     is_over, amax, tells = _amax_and_scale.read_step(
-      state.loss_scale, overflow, amax
+      arguments.scale_of(state), overflow, amax
     )
     moved = self.rule.update(state.rule_state, overflow, amax=amax)
     limit = bits.limit(self.dtype, None)
@@ -161,11 +161,9 @@ class WarmStart(base.LossScale):
 
   def stalled(self, state: WarmStartState, overflow: ArrayLike) -> jax.Array:
     """Returns bool[], True if S is stuck. A probe is stuck at 2**-126."""
-    return jnp.where(
-      state.is_warm,
-      self.rule.stalled(state.rule_state, overflow),
-      _amax_and_scale.at_floor(state.loss_scale, _SMALLEST, overflow),
-    )
+    probe_is_stuck = _amax_and_scale.at_floor(state, _SMALLEST, overflow)
+    rule_is_stuck = self.rule.stalled(state.rule_state, overflow)
+    return jnp.where(state.is_warm, rule_is_stuck, probe_is_stuck)
 
   def _begin(self, loss_scale: jax.Array) -> Any:
     """Returns the rule's first state, with `loss_scale` as its S."""

@@ -53,6 +53,12 @@ def test_a_misspelt_word_gets_the_one_that_is_meant(words, meant, capsys):
   assert capsys.readouterr().err.endswith(f"; did you mean '{meant}'?\n")
 
 
+def test_a_command_is_not_mistaken_for_a_value_of_an_option(capsys):
+  assert cli.main(["train"]) == 2
+  err = capsys.readouterr().err
+  assert "simulate" in err and "did you mean" not in err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["simulate", "version"])
 def test_a_full_disk_ends_with_a_sentence(command, tmp_path):

@@ -1,5 +1,6 @@
 """Histories in CSV files of the library and of users, and other files."""
 
+import collections
 import math
 import os
 import resource
@@ -19,6 +20,8 @@ HISTORY = instruments.History(
   amax=np.float32([0.1, INF, NAN, 0, 1e-42]),
   overflow=np.array([False, True, True, False, True]),
 )
+
+Record = collections.namedtuple("Record", "step loss scale overflow")
 
 
 @pytest.fixture
@@ -41,8 +44,11 @@ def test_a_written_history_is_read_bit_for_bit(tmp_path):
   )
   assert_same_bits(instruments.read_history(str(path)), HISTORY)
   # A history that cannot be written leaves the file alone.
-  with pytest.raises(ValueError, match="shorter"):
+  with pytest.raises(ValueError, match="`history` .* one length"):
     instruments.write_history(path, HISTORY._replace(amax=HISTORY.amax[:2]))
+  # So does another record, which looks like one.
+  with pytest.raises(TypeError, match="`history` must be a History, got Rec"):
+    instruments.write_history(path, Record(*HISTORY))
   assert_same_bits(instruments.read_history(path), HISTORY)
 
 
@@ -111,7 +117,8 @@ def test_a_step_overflowed_if_the_file_says_so_or_amax_is_not_finite(write):
     ("amax,step\n1,-1\n", "line 2, column step: .*from 0, got '-1'"),
     ("amax,step\n1,2\n1,2\n", "line 3, column step: .*2 after 2; .*one run"),
     ("amax\n1,5\n", "line 2: must have as many.*1, got 2"),
-    ('amax\n"1\n', "unexpected end"),
+    ('amax\n"1\n', "line 2: must have cells between commas.*not CSV: unexp"),
+    ('{"step": 1,"amax":2}', "line 1: must name the columns .* not CSV"),
     ("amax, amax\n1,2\n", "line 1: column amax .*once, got it twice"),
     ("amax\n" + "x" * 10**5, "got 'xxx"),
   ],

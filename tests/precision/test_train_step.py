@@ -352,7 +352,7 @@ def test_an_optimizer_without_proper_scaling_is_refused(
 
 
 def test_an_argument_of_another_kind_is_refused_at_once():
-  with pytest.raises(TypeError, match="`fun` must be a function"):
+  with pytest.raises(TypeError, match="`loss_fn` must be a function"):
     by_steps().make_train_step(3.0, scaling())
   with pytest.raises(TypeError, match="`tx` must be an optax .*call it"):
     by_steps().make_train_step(loss_fn, optax.adam)

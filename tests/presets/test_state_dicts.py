@@ -5,8 +5,10 @@ import re
 from typing import Any
 from typing import NamedTuple
 
+from flax.training.dynamic_scale import DynamicScale
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
 import optax
 import pytest
@@ -261,6 +263,47 @@ def test_a_value_that_a_key_cannot_hold_is_refused_by_its_name(
     assert_lists(error, {key: r"must .*, got "})
     if isinstance(value, (bool, float, str)):
       assert f"got {value!r}" in str(error.value)
+
+
+def move_flax(scaler, overflow):
+  slope = jnp.inf if overflow else 1.0
+  return scaler.value_and_grad(lambda x: slope * x)(1.0)[0]
+
+
+@pytest.mark.parametrize(
+  ("system", "name", "scaler", "move"),
+  [
+    (
+      "flax",
+      "scale",
+      DynamicScale(growth_interval=2, growth_factor=4.0, scale=8.0),
+      move_flax,
+    ),
+    (
+      "jmp",
+      "loss_scale",
+      jmp.DynamicLossScale(jnp.float32(8), period=3, factor=4),
+      lambda scaler, overflow: scaler.adjust(jnp.array(not overflow)),
+    ),
+  ],
+)
+def test_the_attributes_of_a_scaler_hold_its_arguments(
+  system, name, scaler, move
+):
+  steps = [False, True, False, False, False, False, False, True, False]
+  for overflow in steps[:4]:
+    scaler = move(scaler, overflow)
+  with pytest.raises(TypeError, match=r"pass its .*vars\(\.\.\.\)\."):
+    presets.from_state_dict(system, scaler)
+  rule, state = presets.from_state_dict(system, vars(scaler))
+  _, again = presets.from_state_dict(rule, vars(scaler))
+  assert_same(again, state)
+  scales = []
+  for overflow in steps[4:]:
+    scaler, state = move(scaler, overflow), rule.update(state, overflow)
+    scales.append(state.loss_scale)
+    assert scales[-1] == getattr(scaler, name)
+  assert len({*map(float, scales)}) > 1
 
 
 @pytest.mark.parametrize(

@@ -381,7 +381,10 @@ WITHOUT_GRADIENT = {
     nnx.Dropout(0.5, rngs=nnx.Rngs(0)),
     f"uint32 at 'args[0]/rngs/count/value'; {FOR_NNX}",
   ),
-  "number": ({"w": 1.0, "step": 3}, "int32 at 'args[0]/step'; pass it in"),
+  "number": (
+    {"w": 1.0, "step": 3},
+    "int32 at 'args[0]/step'; pass it in another argument.",
+  ),
   "text": ({"name": "relu"}, "str at 'args[0]/name'; pass it in another arg"),
 }
 
