@@ -451,7 +451,7 @@ def _by_comparison(x: jax.Array, length: int) -> jax.Array:
   limits = [0, *(1 << place for place in range(fraction_bits))]
   limits += [x << fraction_bits for x in range(1, length - fraction_bits)]
   at_least = jnp.sum(
-    bits[..., None] >= np.array(limits, bits.dtype),
+    bits[..., None] >= np.array(limits, bits.dtype, ndmin=x.ndim + 1),
     axis=tuple(range(x.ndim)),
     dtype=jnp.uint32,
   )
