@@ -7,6 +7,7 @@ import numpy as np
 import optax
 
 from optax_lossscale._base import arguments
+from optax_lossscale._base import switches
 from optax_lossscale._rules.engine import Failure
 from optax_lossscale._rules.engine import MOST_OVERFLOWS_IN_A_ROW
 from optax_lossscale._step import states as _states
@@ -32,6 +33,7 @@ _CONDITIONS = {
 }
 
 
+@switches.lifted()
 def raise_if_failed(
   opt_state: optax.OptState, max_consecutive_skips: int | None = None
 ) -> None:

@@ -20,6 +20,7 @@ import optax
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits as _bits
 from optax_lossscale._base import leaves
+from optax_lossscale._base import switches
 from optax_lossscale._step import checks
 from optax_lossscale._step import devices
 from optax_lossscale._step import requirements
@@ -104,6 +105,7 @@ class LeafStats:
     found = self.counts, self.zeros, self.nonfinite
     return sum(int(self._known(x).sum()) for x in found)
 
+  @switches.lifted()
   def leaf(self, path: str) -> "LeafStats":
     """Returns the row of one leaf, on which every method works as on all.
 
@@ -136,6 +138,7 @@ class LeafStats:
     counted = self._known(self.counts)[:, is_between].sum()
     return float(counted / max(self.total, 1))
 
+  @switches.lifted()
   def share_lost(
     self,
     dtype: DTypeLike = jnp.float16,
@@ -257,7 +260,8 @@ class LeafStats:
         f"{np.shape(self.amax)}; of several that are stacked take one, "
         "jax.tree.map(lambda x: x[0], stats), or add them up as they come."
       )
-    known = np.asarray(x)
+    with switches.lifted():
+      known = np.asarray(x)
     return known if x is self.amax else known.astype(np.int64)
 
 
