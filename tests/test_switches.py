@@ -3,6 +3,12 @@
 Every docstring runs without implicit promotion, see conftest.py.
 """
 
+import contextlib
+import doctest
+import importlib
+import pkgutil
+import re
+
 import jax
 import jax.numpy as jnp
 from matplotlib.figure import Figure
@@ -11,12 +17,12 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import checkpoints
 from optax_lossscale import hardware
 from optax_lossscale import instruments
 from optax_lossscale import plot
 from optax_lossscale import presets
 from optax_lossscale import rules
+from tests import support
 
 
 class OnGpu:
@@ -44,7 +50,7 @@ TX = ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(8.0))
 RECORDING = instruments.record(TX, 2)
 PARAMS = {"w": jnp.eye(4), "b": jnp.ones(4)}
 X, LARGE = jnp.ones((8, 4)), jnp.full((8, 4), 300.0)
-STATE, ARGS = TX.init(PARAMS), (PARAMS, TX.init(PARAMS), X)
+STATE = TX.init(PARAMS)
 SKIPPED = TX.update(PARAMS, STATE, skip=True)[1]
 RECORDED = RECORDING.update(PARAMS, RECORDING.init(PARAMS))[1]
 ALL = instruments.leaf_stats(PARAMS)
@@ -54,14 +60,12 @@ SAVED = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}}
 GUARD = ols.experimental.SpikeGuard()
 SPIKES = GUARD.init()
 
-# What cannot be jitted. The largest S, or input, makes inf in float16.
+# Functions that cannot be jitted. LARGE makes inf in float16.
 ON_HOST = {
   "WarmStart": lambda: rules.WarmStart(APEX),
-  "check_step": lambda: instruments.check_step(train_step, *ARGS),
   "exponent_histogram": lambda: plot.exponent_histogram(
     STATS, loss_scale=8.0, ax=Figure().subplots()
   ),
-  "from_dicts": lambda: checkpoints.from_dicts({"a": X}, {"a": X}),
   "from_state_dict": lambda: presets.from_state_dict("apex", SAVED),
   "get_history": lambda: instruments.get_history(jax.tree.map(OnGpu, RECORDED)),
   "gradient_error": lambda: instruments.gradient_error(
@@ -80,7 +84,7 @@ ON_HOST = {
   ),
   "share_lost": lambda: STATS.share_lost(loss_scale=8.0),
   "to_state_dict": lambda: presets.to_state_dict(
-    ols.DynamicLossScale(), STATE.loss_scale_state
+    ols.DynamicLossScale(), jax.tree.map(OnGpu, STATE.loss_scale_state)
   ),
   "tune_precision": lambda: instruments.tune_precision(
     loss_fn, PARAMS, LARGE, dtypes=[jnp.float16]
@@ -121,10 +125,74 @@ def test_finite_values_make_no_inf(name):
     FINITE[name]()
 
 
+@pytest.mark.usefixtures("without_older_objects")
 @pytest.mark.parametrize("switch", [jax.disable_jit, jax.checking_leaks])
 def test_a_step_is_proved_under(switch):
   with switch():
     report = instruments.check_step(
-      train_step, *ARGS[:2], jax.eval_shape(lambda: X)
+      train_step, PARAMS, STATE, jax.eval_shape(lambda: X)
     )
   assert report.ok and {x.verdict for x in report.laws[:3]} == {"proved"}
+
+
+@contextlib.contextmanager
+def leaks_and_checks():
+  with jax.checking_leaks(), jax.enable_checks(True):
+    yield
+
+
+FLOAT16 = "a product in float16 is inf"
+# Switches, and the examples that they stop.
+SWITCHES = {
+  "leaks_and_checks": (leaks_and_checks, {}),
+  "debug_nans": (lambda: jax.debug_nans(True), {}),
+  "debug_infs": (
+    lambda: jax.debug_infs(True),
+    {
+      "FloatStatus": FLOAT16,
+      "SpikeGuard": "during the warm-up the limit is inf",
+      "float_status": FLOAT16,
+      "status_tap": FLOAT16,
+    },
+  ),
+  **{
+    x: (
+      lambda x=x: jax.set_mesh(support.make_mesh(x)),
+      {"make_varying": "it has a mesh of its own"},
+    )
+    for x in support.AXIS_TYPES
+  },
+  "disable_jit": (jax.disable_jit, {}),
+}
+
+
+def examples():
+  """Yields the examples of every docstring."""
+  for _, name, _ in pkgutil.walk_packages(ols.__path__, "optax_lossscale."):
+    if not name.endswith(("__main__", "_compile_child")):
+      module = importlib.import_module(name)
+      yield from doctest.DocTestFinder(exclude_empty=True).find(module)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "name",  # Two of them take minutes.
+  support.slow_but(
+    SWITCHES.keys() - {"Auto", "disable_jit"}, SWITCHES, pytest.mark.long
+  ),
+)
+def test_every_example_runs_under(name):
+  switch, reasons = SWITCHES[name]
+  stopped = {}
+  for example in examples():
+    # These have inf or NaN on purpose.
+    if name.startswith("debug") and re.search(
+      r"jnp\.(inf|nan)", example.docstring
+    ):
+      continue
+    runner, text = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS), []
+    with switch():
+      runner.run(example, out=text.append)
+    if runner.failures:
+      stopped[example.name.rpartition(".")[2]] = "".join(text)
+  assert stopped.keys() == reasons.keys(), "".join(stopped.values())
