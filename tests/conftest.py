@@ -110,12 +110,28 @@ def pytest_itemcollected(item):
 
 
 def pytest_collection_modifyitems(config, items):
-  """Moves the longest files to the front, where workers share the tests."""
+  """Moves the longest files to the front, where workers share the tests.
+
+  The examples of docstrings run under JAX's switches that change no result.
+  """
+  for item in items:
+    if isinstance(item, pytest.DoctestItem):
+      item.runtest = without_promotion(item.runtest)
   if hasattr(config, "workerinput"):
     rank = {path: i for i, path in enumerate(LONGEST)}
     items.sort(
       key=lambda item: rank.get(item.nodeid.partition("::")[0], len(rank))
     )
+
+
+def without_promotion(run):
+  """Returns a function that runs where every cast and broadcast is written."""
+
+  def run_strictly():
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+      run()
+
+  return run_strictly
 
 
 def pytest_collection_finish(session):

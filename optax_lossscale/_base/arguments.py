@@ -44,6 +44,10 @@ def is_usable_scale(loss_scale: float) -> bool: ...
 def is_usable_scale(loss_scale: jax.Array) -> jax.Array: ...
 def is_usable_scale(loss_scale: float | jax.Array) -> bool | jax.Array:
   """Returns whether S is a positive normal float32, as a bool or bool[]."""
+  if isinstance(loss_scale, float):
+    # A printed float32 may be out of bounds until it is rounded to float32.
+    with np.errstate(over="ignore"):
+      loss_scale = float(np.float32(loss_scale))
   return (loss_scale >= SMALLEST_SCALE) & (loss_scale <= LARGEST_SCALE)
 
 
@@ -182,8 +186,9 @@ def check_number(name: str, value: Any) -> float:
     )
   if hasattr(value, "dtype"):
     value = value.item()  # NumPy would compare in the dtype of `value`.
-  # Compare with the range of float32, since S is float32; an int may exceed it.
-  if not abs(value) <= LARGEST_SCALE:
+  # S is a float32, and all from here on is rounded to inf. The comparison is
+  # exact, also for an int that no float can hold.
+  if not abs(value) < 2**128 - 2**103:
     raise ValueError(f"`{name}` must be finite in float32, got {shown(value)}.")
   return float(value)
 
@@ -221,7 +226,7 @@ def check_scale(name: str, value: object) -> float:
   number = check_number(name, value)
   if number <= 0:
     raise ValueError(f"`{name}` must be positive, got {shown(value)}.")
-  if number < SMALLEST_SCALE:
+  if not is_usable_scale(number):
     raise ValueError(
       f"`{name}` must be at least 2**-126, the smallest normal float32 number, "
       f"got {shown(value)}."
@@ -260,7 +265,7 @@ def check_growth_factor(name: str, value: object) -> float:
 def check_backoff_factor(name: str, value: object) -> float:
   """Returns `value` as a float, which must be between 0 and 1."""
   number = check_number(name, value)
-  if not (number >= SMALLEST_SCALE and np.float32(number) < 1):
+  if not (is_usable_scale(number) and np.float32(number) < 1):
     raise ValueError(
       f"`{name}` must be between 0 and 1, both excluded (and a normal float32, "
       f"at least 2**-126), got {shown(value)}."

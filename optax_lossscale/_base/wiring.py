@@ -4,8 +4,9 @@ import sys
 import warnings
 
 # Libraries whose frames are not the user's code.
-_LIBRARIES = {"dataclasses", "flax", "functools", "jax", "optax"} | {
-  __name__.partition(".")[0]
+_LIBRARIES = {
+  *("contextlib", "dataclasses", "flax", "functools", "jax", "optax"),
+  __name__.partition(".")[0],
 }
 
 

@@ -121,7 +121,8 @@ def is_staged() -> bool:
   This is true under jit, scan and the like, but not under an eager grad or
   vmap, where each operation runs immediately.
   """
-  return isinstance(jnp.zeros(()), jax.core.Tracer)
+  with jax.transfer_guard("allow"):  # Outside jit the new array is a transfer.
+    return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def is_recording() -> bool:

@@ -350,6 +350,8 @@ def _add(
   return jax.tree.map(add_leaf, sums, scaled_grads)
 
 
+# Compiled even outside jit, or jax_debug_infs would find an inf that is unused.
+@functools.partial(jax.jit, inline=True)
 def _means(
   sums: ArrayTree, counted: jax.Array, overflow: findings.WindowOverflow
 ) -> ArrayTree:

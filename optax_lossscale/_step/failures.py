@@ -8,6 +8,7 @@ import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
+from optax_lossscale._base import switches
 from optax_lossscale._rules.engine import Failure
 from optax_lossscale._rules.engine import MOST_OVERFLOWS_IN_A_ROW
 from optax_lossscale._step import states as _states
@@ -33,6 +34,7 @@ _CONDITIONS = {
 }
 
 
+@switches.lifted()
 def raise_if_failed(
   opt_state: optax.OptState, max_consecutive_skips: int | None = None
 ) -> None:

@@ -15,6 +15,7 @@ import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
+from optax_lossscale._base import switches
 from optax_lossscale._base import trees
 from optax_lossscale._base import wiring
 from optax_lossscale._base.arguments import shown
@@ -85,9 +86,8 @@ def check_check(check: object) -> None:
 
 def check_first_state(rule: base.LossScale) -> None:
   """Raises if the rule's first state does not hold a usable S."""
-  # The first S is a known constant, even while `init` is being traced. A user's
-  # transfer guard is meant for the steps, not for this check.
-  with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
+  # The first S is a known constant, even while `init` is being traced.
+  with jax.ensure_compile_time_eval(), switches.lifted():
     state = rule.init()
     loss_scale = getattr(leaves.as_arrays(state), "loss_scale", None)
     if (

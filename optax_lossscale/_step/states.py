@@ -198,7 +198,8 @@ class LossScalingState(NamedTuple):
     used = jnp.asarray(self.range_used)
     is_known = (used > 0) & (bits.magnitude_bits(jnp.asarray(self.amax)) > 0)
     # Subtract from 0, since negation would give -0.0 at the limit.
-    return jnp.where(is_known, 0 - bits.log2(used), jnp.nan)
+    headroom = 0 - bits.log2(jnp.where(used > 0, used, 1))
+    return jnp.where(is_known, headroom, jnp.nan)
 
 
 def first_state(

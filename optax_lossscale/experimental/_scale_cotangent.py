@@ -71,7 +71,7 @@ def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
     factor = arguments.as_real_scalar("scale", scale)
   else:
     factor = np.float64(arguments.check_number("scale", scale))
-    if 0 < abs(factor) < arguments.SMALLEST_SCALE:
+    if factor and not arguments.is_usable_scale(abs(factor)):
       raise ValueError(
         "`scale` must be 0 or at least 2**-126 in magnitude, the smallest "
         f"normal float32 number, got {scale!r}."

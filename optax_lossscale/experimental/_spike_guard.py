@@ -148,8 +148,10 @@ class SpikeGuard:
       much of a limit near 0, as negative values may have.
     """
     self._check_state(state)
+    threshold = self._threshold(state)
     is_out = state.consecutive_spikes >= self.patience
-    return jnp.where(is_out, jnp.inf, self._threshold(state))
+    is_none = is_out | (threshold == arguments.LARGEST_SCALE)
+    return jnp.where(is_none, jnp.inf, threshold)
 
   def is_spike(self, state: SpikeGuardState, value: ArrayLike) -> jax.Array:
     """Returns whether to skip the step, as bool[], for `tx.update(skip=...)`.
@@ -165,7 +167,9 @@ class SpikeGuard:
         devices that share the state (where JAX tracks that).
     """
     value = self._read(state, value)
-    return ~jnp.isfinite(value) | (value > self.limit(state))
+    is_above = value > self._threshold(state)
+    is_in = state.consecutive_spikes < self.patience
+    return ~jnp.isfinite(value) | (is_above & is_in)
 
   def update(
     self,
@@ -224,7 +228,7 @@ class SpikeGuard:
     return skipping.select(is_unseen, state, new)
 
   def _threshold(self, state: SpikeGuardState) -> jax.Array:
-    """Returns what a value must exceed to be a spike; inf in the warm-up."""
+    """Returns the largest value that is not a spike; it is finite."""
     # Divide by the largest first, since squares may leave float32's range. The
     # places that are not filled yet are 0, so they add nothing to a sum.
     largest = jnp.max(jnp.abs(state.values))
@@ -233,7 +237,8 @@ class SpikeGuard:
     values = state.values / largest
     count = jnp.minimum(state.accepted, self.window).astype(jnp.float32)
     share = 1 / jnp.maximum(count, 1)
-    limits = [jnp.float32(jnp.inf)]
+    # No finite value exceeds it, and jax_debug_infs does not mind it.
+    limits = [jnp.float32(arguments.LARGEST_SCALE)]
     if self.sigma is not None:
       mean = jnp.sum(values) * share
       is_filled = jnp.arange(self.window, dtype=jnp.int32) < state.accepted
@@ -246,7 +251,7 @@ class SpikeGuard:
       limits.append(largest * (self.factor * jnp.sum(jnp.abs(values)) * share))
     least = max(2, self.window // 2) if self.warmup is None else self.warmup
     limit: jax.Array = jnp.min(jnp.stack(limits))
-    return jnp.where(state.accepted < least, jnp.inf, limit)
+    return jnp.where(state.accepted < least, limits[0], limit)
 
   def _read(self, state: SpikeGuardState, value: ArrayLike) -> jax.Array:
     """Returns a checked value as float32[]."""

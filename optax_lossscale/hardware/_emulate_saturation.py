@@ -20,6 +20,7 @@ import numpy as np
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._base import named_calls
+from optax_lossscale._base import switches
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._jaxpr import throughout
@@ -201,13 +202,15 @@ class _Clamping(throughout.CountingRule):
         f"operation {name} in {without_inf[0].name}, which has no inf: compute "
         "in float16 or float32 and cast the result."
       )
-    outputs = interpreter.bind(equation, inputs)
-    # Outputs on another mesh can only be used in the equation's context.
-    with interpreter.context(equation):
-      return [
-        _saturate(x) if is_clamped else x
-        for is_clamped, x in zip(clamped, outputs, strict=True)
-      ], ()
+    # No inf or NaN leaves a saturating operation.
+    with switches.lifted():
+      outputs = interpreter.bind(equation, inputs)
+      # Outputs on another mesh can only be used in the equation's context.
+      with interpreter.context(equation):
+        return [
+          _saturate(x) if is_clamped else x
+          for is_clamped, x in zip(clamped, outputs, strict=True)
+        ], ()
 
 
 # A proof is about steps in which nothing saturates.

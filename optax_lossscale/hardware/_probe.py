@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 import numpy as np
 
 from optax_lossscale._base import arguments
+from optax_lossscale._base import switches
 from optax_lossscale._step import checks
 
 _REQUIRED = ("float16", "bfloat16", "float32")
@@ -145,12 +146,8 @@ def _run(
   """Returns a device and what the probe computed there, as NumPy arrays."""
   # XLA's CPU backend keeps a NaN in a short maximum, but not in a long one.
   with_nan = np.array([np.nan] + [1.0] * 4095, np.float32)
-  # The caller may be tracing, or JAX may have to raise where a NaN is made.
-  with (
-    jax.ensure_compile_time_eval(),
-    jax.debug_nans(False),
-    jax.debug_infs(False),
-  ):
+  # The caller may be tracing.
+  with jax.ensure_compile_time_eval(), switches.lifted():
     # Arguments, since a compiler could compute with constants by itself.
     by_dtype = {name: _operands(name) for name in names}
     operands = jax.device_put((by_dtype, with_nan), device)

@@ -14,6 +14,7 @@ import jax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
+from optax_lossscale._base import switches
 from optax_lossscale._base import wiring
 from optax_lossscale._step import states
 from optax_lossscale.instruments import _next_values
@@ -164,13 +165,7 @@ def check_step(
     )
   caught: list[warnings.WarningMessage] = []
   try:
-    # The check itself does things that a program may forbid in its steps.
-    with (
-      jax.debug_nans(False),
-      jax.debug_infs(False),
-      jax.transfer_guard("allow"),
-      warnings.catch_warnings(record=True) as caught,
-    ):
+    with switches.lifted(), warnings.catch_warnings(record=True) as caught:
       report = _report(run, named, carry or None, known, may_change)
   finally:
     for x in caught:

@@ -20,6 +20,7 @@ import optax
 from optax_lossscale._autocast import autocast
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
+from optax_lossscale._base import switches
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._step import backward
@@ -205,6 +206,7 @@ def gradient_error(
   scales = _check_scales(loss_scales)
 
   @functools.wraps(loss_fn)
+  @switches.lifted()
   def gradient_error_fun(
     params: optax.Params, /, *args: object, **kwargs: object
   ) -> GradientErrorReport:

@@ -13,6 +13,7 @@ import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
+from optax_lossscale._base import switches
 from optax_lossscale._base import trees
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._step import requirements
@@ -184,6 +185,7 @@ def record(
   return optax.GradientTransformationExtraArgs(init, update)
 
 
+@switches.lifted()
 def get_history(
   opt_state: optax.OptState, *, path: str | None = None
 ) -> History:

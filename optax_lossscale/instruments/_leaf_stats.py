@@ -20,6 +20,7 @@ import optax
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits as _bits
 from optax_lossscale._base import leaves
+from optax_lossscale._base import switches
 from optax_lossscale._step import checks
 from optax_lossscale._step import devices
 from optax_lossscale._step import requirements
@@ -104,6 +105,7 @@ class LeafStats:
     found = self.counts, self.zeros, self.nonfinite
     return sum(int(self._known(x).sum()) for x in found)
 
+  @switches.lifted()
   def leaf(self, path: str) -> "LeafStats":
     """Returns the row of one leaf, on which every method works as on all.
 
@@ -141,6 +143,7 @@ class LeafStats:
     counted = self._known(self.counts)[:, is_between].sum()
     return float(counted / max(self.total, 1))
 
+  @switches.lifted()
   def share_lost(
     self,
     dtype: DTypeLike = jnp.float16,
@@ -262,7 +265,8 @@ class LeafStats:
         f"{np.shape(self.amax)}; of several that are stacked take one, "
         "jax.tree.map(lambda x: x[0], stats), or add them up as they come."
       )
-    known = np.asarray(x)
+    with switches.lifted():
+      known = np.asarray(x)
     return known if x is self.amax else known.astype(np.int64)
 
 
@@ -456,7 +460,7 @@ def _by_comparison(x: jax.Array, length: int) -> jax.Array:
   limits = [0, *(1 << place for place in range(fraction_bits))]
   limits += [x << fraction_bits for x in range(1, length - fraction_bits)]
   at_least = jnp.sum(
-    bits[..., None] >= np.array(limits, bits.dtype),
+    bits[..., None] >= np.array(limits, bits.dtype, ndmin=x.ndim + 1),
     axis=tuple(range(x.ndim)),
     dtype=jnp.uint32,
   )

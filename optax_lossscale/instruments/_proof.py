@@ -74,17 +74,19 @@ def trace(
   run: Callable[[Mapping[str, object]], object], named: Mapping[str, object]
 ) -> Traced:
   """Traces a step for a proof; its arguments may be shapes."""
-  returned: list[object] = []
+  places: list[object] = []
 
   def arrays_of(named: Mapping[str, object]) -> list[object]:
-    returned[:] = [run(named)]
+    returned = run(named)
+    # No tracer may outlive its trace.
+    places[:] = [_positions(returned, _has_value)]
     return [x for x in jax.tree.leaves(returned) if _has_value(x)]
 
   with named_calls.proving() as found:
     jaxpr = interpreter.record(
       arrays_of, (dict(named),), {}, may_change=True
     ).jaxpr
-  (outputs,) = _positions(returned, _has_value)
+  (outputs,) = places
   avals = jaxpr.out_avals
   shapes = jax.tree.map(
     lambda x: (

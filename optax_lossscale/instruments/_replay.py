@@ -14,6 +14,7 @@ import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
+from optax_lossscale._base import switches
 from optax_lossscale._rules import base
 from optax_lossscale._step import checks
 from optax_lossscale._step import loss_scaling
@@ -151,13 +152,7 @@ def replay(
     loss_scale = arguments.check_scale("loss_scale", loss_scale)
   limit = limit_of(check.dtype)
   known = known_steps(history, limit)
-  # A replay does what a program may forbid in its steps: it has the recorded
-  # inf and NaN, and takes all from the host.
-  with (
-    jax.debug_nans(False),
-    jax.debug_infs(False),
-    jax.transfer_guard("allow"),
-  ):
+  with switches.lifted():
     state = leaves.as_arrays(rule.init())
     if loss_scale is not None:
       state = optax.tree.set(state, loss_scale=jnp.float32(loss_scale))

@@ -23,6 +23,7 @@ import numpy as np
 from optax_lossscale._autocast import autocast
 from optax_lossscale._autocast import levels
 from optax_lossscale._base import arguments
+from optax_lossscale._base import switches
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
@@ -135,6 +136,7 @@ class TuningReport:
     return "\n".join(lines)
 
 
+@switches.lifted()
 def tune_precision(
   loss_fn: Callable[..., Any],
   params: ArrayTree,

@@ -18,6 +18,7 @@ import numpy as np
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._base import leaves as _leaves
+from optax_lossscale._base import switches
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import scopes
@@ -149,6 +150,7 @@ def where_overflow(
   undefined = arguments.check_flag("undefined", undefined)
 
   @functools.wraps(fun)
+  @switches.lifted()
   def where_overflow_fun(*args: object, **kwargs: object) -> Place | None:
     _check_eager(jax.tree.leaves((args, kwargs)))
     recording = interpreter.record(fun, args, kwargs)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from optax_lossscale import instruments
 from optax_lossscale._base import arguments
+from optax_lossscale._base import switches
 from optax_lossscale._step import states
 from optax_lossscale.plot import axes as axes_lib
 
@@ -46,6 +47,7 @@ class _Range(NamedTuple):
   end: float  # The largest number.
 
 
+@switches.lifted()
 def exponent_histogram(
   stats: instruments.LeafStats,
   *,
@@ -149,6 +151,7 @@ def exponent_histogram(
   return axes
 
 
+@switches.lifted()
 def heat_map(
   stats: instruments.LeafStats,
   dtype: DTypeLike = jnp.float16,

@@ -11,6 +11,7 @@ import numpy as np
 
 from optax_lossscale._base import arguments as _arguments
 from optax_lossscale._base import leaves
+from optax_lossscale._base import switches
 from optax_lossscale._base import trees
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._rules import base
@@ -24,6 +25,7 @@ from optax_lossscale.rules import WarmStart
 _MOST_PROBLEMS = 20
 
 
+@switches.lifted()
 def to_state_dict(rule: base.LossScale, state: Any) -> dict[str, Any]:
   """Returns a rule's state as the rule's system would save it.
 
@@ -67,6 +69,7 @@ def to_state_dict(rule: base.LossScale, state: Any) -> dict[str, Any]:
   return _write(rule.rule, state.rule_state)
 
 
+@switches.lifted()
 def from_state_dict(
   system: str | base.LossScale,
   state_dict: Mapping[str, object],

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
+from optax_lossscale._base import switches
 from optax_lossscale._rules import base
 from optax_lossscale._step import requirements
 from optax_lossscale._step import skipping
@@ -111,7 +112,7 @@ class WarmStart(base.LossScale):
       dtype=arguments.check_dtype,
     )
     super().__post_init__()
-    with jax.ensure_compile_time_eval():
+    with jax.ensure_compile_time_eval(), switches.lifted():
       self.init()
 
   def init(self) -> WarmStartState:

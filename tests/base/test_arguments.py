@@ -11,6 +11,10 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale import experimental
+from optax_lossscale import instruments
+from optax_lossscale import presets
+from optax_lossscale.cli import _loss_scale
 from tests import support
 
 
@@ -49,6 +53,55 @@ def test_a_wrong_number_is_refused(name):
     ols.DynamicLossScale(**{name: 10**400})
   with pytest.raises(ValueError, match=f"`{name}` .*of more than 4300 digits"):
     ols.DynamicLossScale(**{name: 10**30000})
+
+
+# The least and the largest S, as programs print them. Read as float64, some of
+# these texts are out of bounds.
+LIMITS = np.float32([support.SMALLEST, np.finfo(np.float32).max])
+PRINTED = [
+  f(x) for x in LIMITS for f in (str, "{:.9g}".format, "{:.17g}".format)
+]
+
+
+def from_history(text, tmp_path):
+  path = tmp_path / "history.csv"
+  path.write_text(f"loss_scale,amax\n{text},1\n")
+  return instruments.read_history(path).loss_scale[0]
+
+
+TAKES_SCALE = {
+  "rule": lambda x: ols.FixedLossScale(float(x)).init().loss_scale,
+  "bounds": lambda x: (
+    ols.DynamicLossScale(float(x), min_scale=float(x), max_scale=float(x))
+    .init()
+    .loss_scale
+  ),
+  "preset": lambda x: presets.flax(scale=float(x)).init().loss_scale,
+  "number": lambda x: ols.get_loss_scale(float(x)),
+  "double": lambda x: ols.get_loss_scale(np.float64(x)),
+  "system": lambda x: (
+    (
+      presets.from_state_dict("flax", {"fin_steps": 0, "scale": float(x)})[1]
+    ).loss_scale
+  ),
+  "fields": lambda x: (
+    (
+      presets.from_state_dict(ols.FixedLossScale(), {"loss_scale": float(x)})[1]
+    ).loss_scale
+  ),
+  "history": from_history,
+  "command line": lambda x: _loss_scale.parse(f"fixed:{x}").init().loss_scale,
+  "cotangent": lambda x: jax.grad(
+    lambda y: experimental.scale_cotangent(y, float(x))
+  )(1.0),
+}
+
+
+@pytest.mark.parametrize("take", TAKES_SCALE)
+def test_the_printed_limits_are_scales(take, tmp_path):
+  more = (tmp_path,) if take == "history" else ()
+  found = [np.float32(TAKES_SCALE[take](text, *more)) for text in PRINTED]
+  assert found == [x for x in LIMITS for _ in range(3)]
 
 
 def test_a_fixed_scale_must_be_a_normal_float32():
