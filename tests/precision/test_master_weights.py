@@ -250,6 +250,7 @@ def test_the_way_from_a_float64_master_is_rounded_the_same_in_both_positions():
     assert ends == [0.125, 0.125]
 
 
+@pytest.mark.usefixtures("strict_promotion")
 @pytest.mark.parametrize(
   ("dtype", "expected"),
   [
