@@ -82,7 +82,7 @@ GROWN: list[tuple[str, int, str]] = [
 SLACK = 10
 
 # The most lines and functions of all tests, and lines of a function.
-MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 33_005, 1_170, 60
+MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 33_150, 1_180, 60
 
 
 def layers():
