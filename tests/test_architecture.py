@@ -63,7 +63,7 @@ GROWN: list[tuple[str, int, str]] = [
   ("_autocast", 4, "a dtype or a small letter in place of a level"),
   ("experimental", 3, "what the limit's rounding is"),
   ("cli", 72, "`doctor --on` and `doctor --make-compilers`"),
-  ("_base", 152, "paths, arguments of a wrong type, JAX's switches"),
+  ("_base", 156, "paths, arguments of a wrong type, JAX's switches"),
   ("_precision", 13, "parameters that stay finite, and whose they are"),
   ("_step", 75, "stacks of states, flags of a wrong type"),
   ("instruments", 148, "paths compared as paths, S in other outputs, switches"),

@@ -148,7 +148,7 @@ def update_to(goal: jax.Array, param: jax.Array, dtype: DTypeLike) -> jax.Array:
   turn a -0.0 parameter into 0.0.
 
   Args:
-    goal: a number of `dtype`, in float32 or float64.
+    goal: float32 or float64, within the range of `dtype`.
     param: the parameter, like `goal`.
     dtype: the parameter's own.
   """
@@ -171,9 +171,13 @@ def reaching(update: jax.Array, param: jax.Array) -> jax.Array:
   """
   wide = rounded(param.astype(update.dtype), param.dtype)
   largest = float(jnp.finfo(param.dtype).max)
-  target = rounded(within(wide + update, largest, wide, update), param.dtype)
-  found = jnp.where(update == 0, -0.0, update_to(target, wide, param.dtype))
-  return found.astype(param.dtype)
+  target = within(wide + update, largest, wide, update)
+  nearest = rounded(target, param.dtype)
+  found = update_to(nearest, wide, param.dtype)
+  # Far away no update may lead there. One rounding less then comes nearer.
+  arrives = rounded(wide + found, param.dtype) == nearest
+  found = jnp.where(arrives, found, update_to(target, wide, param.dtype))
+  return jnp.where(update == 0, -0.0, found).astype(param.dtype)
 
 
 def parts(x: jax.Array) -> list[jax.Array]:
