@@ -125,7 +125,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def without_promotion(run):
-  """Returns a function that runs where every cast and broadcast is written."""
+  """Returns a function that runs without implicit promotion."""
 
   def run_strictly():
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):

@@ -63,12 +63,26 @@ GROWN: list[tuple[str, int, str]] = [
   ("_autocast", 4, "a dtype or a small letter in place of a level"),
   ("experimental", 3, "what the limit's rounding is"),
   ("cli", 72, "`doctor --on` and `doctor --make-compilers`"),
+  ("_base", 84, "paths, arguments of a wrong type, JAX's switches"),
+  ("_precision", 48, "parameters that stay finite, and whose they are"),
+  ("_step", 50, "stacks of states, flags of a wrong type"),
+  ("instruments", 103, "paths compared as paths, S in other outputs, switches"),
+  ("linen", 21, "gradients that are not like the parameters"),
+  ("nnx", 11, "swapped arguments"),
+  ("plot", 9, "dtypes and scales of a wrong type"),
+  ("checkpoints", 8, "leaves that are no arrays"),
+  ("presets", 8, "the attributes of a scaler"),
+  ("rules", 5, "states of a wrong type"),
+  ("_autocast", 2, "a promotion that the program did not write"),
+  ("_jaxpr", 1, "a transfer guard"),
+  ("_rules", 1, "states of a wrong type"),
+  ("cli", 1, "an argument's own choices"),
 ]
 # How many lines a package may be below its number before the number is stale.
 SLACK = 10
 
 # The most lines and functions of all tests, and lines of a function.
-MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 31_942, 1_128, 60
+MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 33_005, 1_170, 60
 
 
 def layers():

@@ -399,4 +399,6 @@ def _find_widest(inputs: _Values, *, promotes: bool = True) -> np.dtype:
   ]
   if not dtypes:
     dtypes = [x.dtype for x in floats]
-  return functools.reduce(jnp.promote_types, dtypes)
+  # The program did not write this promotion, so it is not a mistake there.
+  with jax.numpy_dtype_promotion("standard"):
+    return functools.reduce(jnp.promote_types, dtypes)

@@ -145,9 +145,7 @@ def widen(tree: Tree) -> Tree:
 def _quotients(tree: Tree, loss_scale: jax.Array) -> Tree:
   """Returns what a proof takes `unscale` for: the plain quotients."""
   return jax.tree.map(
-    lambda x: (
-      x / loss_scale.astype(jnp.finfo(x.dtype).dtype) if is_gradient(x) else x
-    ),
+    lambda x: x / loss_scale.astype(x.dtype) if is_gradient(x) else x,
     widen(tree),
   )
 

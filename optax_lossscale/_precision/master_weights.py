@@ -7,6 +7,7 @@ from chex import ArrayTree
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+import numpy as np
 import optax
 
 from optax_lossscale._base import arguments
@@ -179,7 +180,7 @@ def master_weights(
 
   def widen(x: jax.Array) -> jax.Array:
     # JAX does not promote float8.
-    wide = jnp.promote_types(dtype, leaves.at_least_float32(x.dtype))
+    wide = np.promote_types(dtype, leaves.at_least_float32(x.dtype))
     return _convert(x, wide) if is_copy or rounding.is_narrow(x, _REST) else x
 
   def init(params: optax.Params) -> _AnyState:

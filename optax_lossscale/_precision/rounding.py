@@ -127,7 +127,8 @@ def master(
   if dtype == jnp.bfloat16:
     count = at + remainder.astype(jnp.int32)
     return _join(jnp.abs(count), is_negative ^ (count < 0))
-  magnitude = jnp.abs(param) + remainder * _ulp(param) / 2**16
+  units = remainder.astype(jnp.float32)
+  magnitude = jnp.abs(param) + units * _ulp(param) / 2**16
   return jnp.where(is_negative, -magnitude, magnitude)
 
 

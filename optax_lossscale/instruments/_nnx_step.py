@@ -1,9 +1,9 @@
 """A step that changes Flax NNX objects in place, as one that returns them."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from flax import nnx
+from flax import traverse_util
 import jax
 
 from optax_lossscale._base import leaves
@@ -46,13 +46,13 @@ def _holds_objects(tree: object) -> bool:
   return any(isinstance(x, objects) for x in found)
 
 
-def _changing(named: dict[str, object]) -> dict[str, Any]:
+def _changing(named: dict[str, object]) -> dict[str, dict[str, object]]:
   """Returns the parts that a step may change, by argument and path.
 
   An optimizer's state is one part, so that the loss scaling in it can be found
   by its type. Sown values are left out, since they only report on a step.
   """
-  found: dict[str, Any] = {}
+  found: dict[tuple[str, ...], object] = {}
   for place, node in nnx.iter_graph(named, graph=True):
     if isinstance(node, nnx.Optimizer):
       place, node = (*place, "opt_state"), node.opt_state
@@ -65,9 +65,7 @@ def _changing(named: dict[str, object]) -> dict[str, Any]:
     kind = type(node).__name__
     if kind in leaves.OVERWRITE_WITH_GRADIENT:
       path.insert(1, kind)
-    inner = found
-    for key in path[:-1] or path:
-      inner = inner.setdefault(key, {})
     # An argument that is a variable itself has no key inside.
-    inner[path[-1] if path[1:] else ""] = node
-  return found
+    found[tuple(path if path[1:] else [*path, ""])] = node
+  nested: dict[str, dict[str, object]] = traverse_util.unflatten_dict(found)
+  return nested

@@ -214,6 +214,7 @@ def test_products_are_in_low_precision_forward_and_backward(level, dtype):
 NORMS = [layer_norm, rms_norm, batch_norm_with_given_statistics]
 
 
+@pytest.mark.usefixtures("strict_promotion")
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_norm_without_a_scope_is_known_by_its_operations(level, norm):

@@ -249,6 +249,7 @@ ASSUMED = {
 }
 
 
+@pytest.mark.usefixtures("strict_promotion")
 @pytest.mark.parametrize("name", ASSUMED)
 def test_what_a_proof_reads_in_place_of_a_function_does_the_same(name):
   for function, *args in ASSUMED[name]:

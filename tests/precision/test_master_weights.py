@@ -250,6 +250,7 @@ def test_a_float64_master_is_rounded_once_in_both_positions():
     assert ends == [2.0**-10, 2.0**-10]
 
 
+@pytest.mark.usefixtures("strict_promotion")
 @pytest.mark.parametrize(
   ("dtype", "expected"),
   [

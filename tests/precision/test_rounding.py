@@ -64,6 +64,7 @@ def steps_of(x):
   return np.float32(after) - np.float32(np.abs(x))
 
 
+@pytest.mark.usefixtures("strict_promotion")
 def test_a_float16_and_its_remainder_are_float32_down_to_2_to_the_minus_17():
   rng = np.random.default_rng(0)
   halves = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)

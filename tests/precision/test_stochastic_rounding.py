@@ -220,49 +220,70 @@ ENDS = {
 FAR = [(42112, -84202), (-100, 10**6), (48, 65456), (-48, -65456), (144, 65360)]
 
 
-@each_way
-@each_position
-@each_dtype
-def test_a_way_beyond_the_largest_number_takes_two_steps(way, position, dtype):
-  unit, digits, largest, longest = ENDS[dtype]
+def far_pairs(dtype):
+  """Returns parameters and updates beyond the largest number, as integers."""
+  _, digits, largest, longest = ENDS[dtype]
   rng = np.random.default_rng(0)
+  starts = rng.integers(-largest, largest, 3000)
+  updates = rng.integers(largest, longest, 3000) * rng.choice([-1, 1], 3000)
   pairs = [
     (nearest(int(x), digits, largest), int(y))
-    for x, y in zip(
-      rng.integers(-largest, largest, 3000),
-      rng.integers(largest, longest, 3000) * rng.choice([-1, 1], 3000),
-      strict=True,
-    )
-  ] + (FAR if dtype == "float16" else [])
-  starts, lengths = zip(*pairs, strict=True)
-  params = jnp.array(np.array(starts) * unit, dtype)
-  # S times these gradients is finite.
-  tx = make(way, position, optax.sgd(2.0**20))
-  gradients = jnp.array([-np.array(lengths) * (unit / 2**20), 0 * params])
-  once, state = run(tx, params, gradients[:1])
-  twice, _ = run(tx, once, gradients[1:], state)
-  whole = lambda x: [int(y / unit) for y in np.float64(x)]  # noqa: E731
-  assert max(map(abs, whole(once))) <= largest
-  # float32 rounds some of these targets first.
-  targets = [nearest(x + y, 24, longest) for x, y in pairs]
-  goals = [
-    nearest(x, digits, largest, ties_away=way == "remainder") for x in targets
+    for x, y in zip(starts, updates, strict=True)
   ]
-  for start, goal, first in zip(starts, goals, whole(once), strict=True):
-    # Stochastic rounding also draws numbers that are nearer.
-    if abs(goal - start) > largest and way != "stochastic":
-      end = start + (largest if goal > start else -largest)
-      assert first == nearest(end, digits, largest)
-  if way == "copy":
-    assert whole(twice) == goals
-  if way == "remainder":
-    shown = (state.inner_state if position == "inside" else state).wide(once)
-    # Masters have 16 binary digits more.
-    masters = whole(np.float64(shown) * 2**16)
-    ends = [
-      nearest(x, digits, largest << 16, ties_away=True) >> 16 for x in masters
-    ]
-    assert ends == whole(once)
+  return pairs + (FAR if dtype == "float16" else [])
+
+
+def whole(numbers, unit):
+  """Returns numbers as integers times a unit."""
+  return [int(x / unit) for x in np.float64(numbers)]
+
+
+@each_way
+@each_position
+def test_a_way_beyond_the_largest_number_takes_two_steps(way, position):
+  pairs = {dtype: far_pairs(dtype) for dtype in ENDS}
+  params, gradients = (
+    {
+      dtype: np.array(pairs[dtype])[:, i] * (ENDS[dtype][0] * factor)
+      for dtype in ENDS
+    }
+    for i, factor in ((0, 1.0), (1, -(2.0**-20)))
+  )
+  params = {dtype: jnp.array(x, dtype) for dtype, x in params.items()}
+  # S times these gradients is finite in float32.
+  tx = make(way, position, optax.sgd(2.0**20))
+  gradients = {
+    x: jnp.array([y, 0 * y], "float32") for x, y in gradients.items()
+  }
+  halves = [
+    jax.tree.map(lambda x, i=i: x[i : i + 1], gradients) for i in (0, 1)
+  ]
+  once, state = run(tx, params, halves[0])
+  twice, _ = run(tx, once, halves[1], state)
+  for dtype, (unit, digits, largest, longest) in ENDS.items():
+    firsts = whole(once[dtype], unit)
+    assert max(map(abs, firsts)) <= largest
+    # float32 rounds some of these targets first.
+    targets = [nearest(x + y, 24, longest) for x, y in pairs[dtype]]
+    ties_away = way == "remainder"
+    goals = [nearest(x, digits, largest, ties_away=ties_away) for x in targets]
+    for (start, _), goal, first in zip(
+      pairs[dtype], goals, firsts, strict=True
+    ):
+      # Stochastic rounding also draws numbers that are nearer.
+      if abs(goal - start) > largest and way != "stochastic":
+        end = start + (largest if goal > start else -largest)
+        assert first == nearest(end, digits, largest)
+    if way == "copy":
+      assert whole(twice[dtype], unit) == goals
+    if way == "remainder":
+      shown = (state.inner_state if position == "inside" else state).wide(once)
+      # Masters have 16 binary digits more.
+      masters = whole(np.float64(shown[dtype]) * 2**16, unit)
+      ends = [
+        nearest(x, digits, largest << 16, ties_away=True) for x in masters
+      ]
+      assert [x >> 16 for x in ends] == firsts
 
 
 @pytest.mark.parametrize("way", ["remainder", "stochastic"])
