@@ -147,7 +147,7 @@ def main(argv=None):
       # An old picture stays until there is a new one.
       beside = arguments.figure.with_name(f"new_{arguments.figure.name}")
       draw({}, beside)
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
       parser.error(f"--figure cannot be drawn: {error}")
 
   text = make_text()

@@ -133,7 +133,7 @@ class TrainState(train_state.TrainState):
   @property
   def skipped(self) -> jax.Array:
     """bool[], True if the last step was skipped."""
-    return states.find_run(self.opt_state).skipped
+    return states.find_state(self.opt_state).skipped
 
   def apply_gradients(
     self,
@@ -175,9 +175,9 @@ class TrainState(train_state.TrainState):
         "`extra_args` must be a dict of arguments of tx.update, got "
         f"{arguments.shown(extra_args)}."
       )
-    # The gradients of optax's lookahead are those of its fast parameters.
-    likes = self.params, getattr(self.params, "fast", self.params)
-    if _kind(grads) not in map(_kind, likes):
+    # Gradients may have another structure, as those of optax's lookahead.
+    is_tree = jax.tree.leaves(grads) and not jax.tree_util.all_leaves([grads])
+    if not (is_tree or jax.tree_util.all_leaves([self.params])):
       raise TypeError(
         f"`grads` must be like `params`, a {arguments.kind_of(self.params)}, "
         f"got {arguments.kind_of(grads)}; pass what scaled_value_and_grad "
@@ -222,6 +222,7 @@ class TrainState(train_state.TrainState):
     for name in new:
       rule = f"`{name}` must keep its structure"
       trees.check_structure(rule, new[name], old[name])
+    states.find_run(self.opt_state)
     selected: Self = self.replace(**skipping.select(self.skipped, old, new))
     return selected
 
@@ -232,12 +233,6 @@ def _optimized(tree: Any) -> Any:
   Flax's own train state passes the same part, so its `opt_state` is the same.
   """
   return tree["params"] if _has_fp8(tree) else tree
-
-
-def _kind(tree: object) -> object:
-  """Returns the type of a pytree's outermost node; None for a leaf."""
-  structure: jax.tree_util.PyTreeDef = jax.tree.structure(tree)
-  return (structure.node_data() or (None,))[0]
 
 
 def _has_fp8(tree: object) -> bool:

@@ -380,7 +380,9 @@ def _find_state(
       f"{kind_of(opt_state)} without it; wrap its transformation: "
       "nnx.Optimizer(model, loss_scaling(inner, rule), wrt=nnx.Param)."
     )
-  return states.find_run(opt_state, path)
+  state = states.find_state(opt_state, path)
+  states.refuse_stack("optimizer", state.skipped_steps)
+  return state
 
 
 def _check_first(

@@ -63,12 +63,12 @@ GROWN: list[tuple[str, int, str]] = [
   ("_autocast", 4, "a dtype or a small letter in place of a level"),
   ("experimental", 3, "what the limit's rounding is"),
   ("cli", 72, "`doctor --on` and `doctor --make-compilers`"),
-  ("_base", 84, "paths, arguments of a wrong type, JAX's switches"),
-  ("_precision", 48, "parameters that stay finite, and whose they are"),
-  ("_step", 50, "stacks of states, flags of a wrong type"),
-  ("instruments", 103, "paths compared as paths, S in other outputs, switches"),
+  ("_base", 152, "paths, arguments of a wrong type, JAX's switches"),
+  ("_precision", 13, "parameters that stay finite, and whose they are"),
+  ("_step", 75, "stacks of states, flags of a wrong type"),
+  ("instruments", 148, "paths compared as paths, S in other outputs, switches"),
   ("linen", 21, "gradients that are not like the parameters"),
-  ("nnx", 11, "swapped arguments"),
+  ("nnx", 13, "swapped arguments"),
   ("plot", 9, "dtypes and scales of a wrong type"),
   ("checkpoints", 8, "leaves that are no arrays"),
   ("presets", 8, "the attributes of a scaler"),
@@ -82,7 +82,7 @@ GROWN: list[tuple[str, int, str]] = [
 SLACK = 10
 
 # The most lines and functions of all tests, and lines of a function.
-MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 33_005, 1_170, 60
+MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 33_150, 1_180, 60
 
 
 def layers():

@@ -89,6 +89,13 @@ def is_numeric(value: object) -> bool:
   return not isinstance(value, (str, bytes, bytearray, memoryview))
 
 
+def is_value(value: object) -> bool:
+  """Returns whether a value is a real number, a flag, or an array of them."""
+  kinds = (numbers.Real, jax.Array, np.ndarray, np.generic)
+  is_array = isinstance(value, kinds) or hasattr(value, "__jax_array__")
+  return is_array and is_numeric(value) and not np.iscomplexobj(value)
+
+
 def read_dtype(dtype: object) -> tuple[np.dtype | None, str]:
   """Returns a floating dtype, or None for anything else, and its name."""
   if not isinstance(dtype, (str, type, np.dtype)):
@@ -355,7 +362,7 @@ def scale_of(state: object) -> jax.Array:
 
 def as_flag(overflow: ArrayLike, loss_scale: jax.Array) -> jax.Array:
   """Returns a rule's `overflow` as bool[]; in Megatron it has shape [1]."""
-  if overflow is None or not is_numeric(overflow):
+  if not is_value(overflow):
     raise TypeError(
       f"`overflow` must be one flag, true or false, got {shown(overflow)}."
     )

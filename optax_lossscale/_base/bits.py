@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 import functools
 import itertools
+import math
 from typing import TypeVar
 
 import jax
@@ -125,6 +126,54 @@ def amax(arrays: Sequence[jax.Array], *, in_order: bool = True) -> jax.Array:
       else _largest_by_leaf,
     )
   return lax.bitcast_convert_type(largest, dtype)
+
+
+def within(x: jax.Array, largest: float, *terms: jax.Array) -> jax.Array:
+  """Returns x, at most `largest` away from 0 unless a term is not finite.
+
+  The terms are what x was computed from, by default x itself.
+  """
+  is_finite = functools.reduce(
+    jnp.logical_and, map(jnp.isfinite, terms or (x,))
+  )
+  return jnp.where(is_finite, jnp.clip(x, -largest, largest), x)
+
+
+def update_to(goal: jax.Array, param: jax.Array, dtype: DTypeLike) -> jax.Array:
+  """Returns the update by which a parameter comes nearest to another number.
+
+  Within a factor of two of the parameter the sum is that number. No update is
+  longer than the largest number of the dtype, so the way from one end of the
+  dtype to the other takes two steps. No change is -0.0, since adding 0.0 would
+  turn a -0.0 parameter into 0.0.
+
+  Args:
+    goal: a number of `dtype`, in float32 or float64.
+    param: the parameter, like `goal`.
+    dtype: the parameter's own.
+  """
+  finfo = jnp.finfo(dtype)
+  found = within(goal - param, float(finfo.max), goal, param)
+  found = rounded(found, dtype)
+  arrival = rounded(param + found, dtype)
+  # A sum halfway beyond the largest number is inf, so make it one step less.
+  step = 2.0 ** (math.frexp(float(finfo.max))[1] - 1 - finfo.nmant)
+  too_far = jnp.isfinite(found) & jnp.isfinite(param) & ~jnp.isfinite(arrival)
+  found = jnp.where(too_far, found - jnp.sign(found) * step, found)
+  return jnp.where((goal == param) | (found == 0), -0.0, found)
+
+
+def reaching(update: jax.Array, param: jax.Array) -> jax.Array:
+  """Returns the update, in the dtype of a narrow parameter, to a wide sum.
+
+  The sum of a parameter in float16 and this update is the float16 nearest to
+  their sum in float32, or near to it, and finite if both of them are.
+  """
+  wide = rounded(param.astype(update.dtype), param.dtype)
+  largest = float(jnp.finfo(param.dtype).max)
+  target = rounded(within(wide + update, largest, wide, update), param.dtype)
+  found = jnp.where(update == 0, -0.0, update_to(target, wide, param.dtype))
+  return found.astype(param.dtype)
 
 
 def parts(x: jax.Array) -> list[jax.Array]:

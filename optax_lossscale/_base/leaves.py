@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 import numpy as np
 import optax
 
+from optax_lossscale._base import bits
 from optax_lossscale._base import named_calls
 from optax_lossscale._base.arguments import shown
 
@@ -58,15 +59,18 @@ def path_names(paths: Iterable[Path]) -> dict[Path, str]:
   """
   short = {path: path_name(path) for path in paths}
   counts = collections.Counter(short.values())
-  return {
+  names = {
     path: text if counts[text] == 1 else jax.tree_util.keystr(path)
     for path, text in short.items()
   }
+  if len({*names.values()}) < len(names):  # A key is like a longer form.
+    return {path: jax.tree_util.keystr(path) for path in names}
+  return names
 
 
 def is_at(path: Path, text: object) -> bool:
   """Returns whether a path, or the beginning of one, has this text."""
-  beginnings = [path[:i] for i in range(len(path) + 1)]
+  beginnings = [path[:i] for i in range(1, len(path) + 1)] or [path]
   return isinstance(text, str) and any(
     text in (path_name(x), jax.tree_util.keystr(x)) for x in beginnings
   )
@@ -173,12 +177,20 @@ def unscale(tree: Tree, loss_scale: jax.Array) -> Tree:
   return jax.tree.map(unscale_leaf, tree)
 
 
-def narrow_like(updates: Tree, params: object) -> Tree:
-  """Returns `updates` in the dtypes of `params`, where both leaves are real."""
+def narrow_like(
+  updates: Tree, params: object, *, to_sums: bool = False
+) -> Tree:
+  """Returns `updates` in the dtypes of `params`, where both leaves are real.
+
+  With `to_sums` narrow parameters come nearest to their sums in float32.
+  """
 
   def narrow_leaf(update: object, param: object) -> object:
     if not (is_real(update) and is_real(param)):
       return update
+    is_narrower = param.dtype.itemsize < min(update.dtype.itemsize, 4)
+    if to_sums and is_narrower and update.shape == param.shape:
+      return bits.reaching(update, param)
     update = jnp.asarray(update, param.dtype)
     # An update of one element could change the shape of its parameter.
     if update.size == param.size == 1 and update.shape != param.shape:

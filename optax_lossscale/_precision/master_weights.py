@@ -22,7 +22,7 @@ _NAME = "master_weights"
 _REST = 'master_weights(..., store="remainder")'
 
 
-@_states.sees_narrow
+@_states.keeps_copies
 @narrow_parameters.owner
 class MasterWeightsState(NamedTuple):
   """State of `master_weights`: the masters and the inner optimizer's state.
@@ -98,10 +98,10 @@ def master_weights(
   bits, which are 0 at first, so that it takes 2 bytes of state instead of 4.
   The parameter is then the number nearest to the master, away from zero if two
   are. With bfloat16 that is every bit of float32. With float16 it is too above
-  2**-17, and below it the master is a multiple of 2**-40. There is no next step
-  to do the rest: where no update leads to the number nearest to the master, the
-  master itself stops at the nearest value that the remainder can hold, less
-  than 1 % of the update away, or where an update of the largest value leads.
+  2**-17, and below it the master is a multiple of 2**-40. If no update leads to
+  the number nearest to a master, the master itself stops at the nearest value
+  that the remainder can hold, less than 1 % of the update away; an update that
+  would have to be larger than the largest value stops where that one leads.
 
   A parameter stops at the largest value of its dtype, and so does the master,
   unless it is a copy. Finite masters and updates never make a parameter inf.
@@ -257,11 +257,15 @@ def _move_copy(
   """
   # A parameter that was cast in this program must be seen as it is stored.
   wide = bits.rounded(_convert(param, master.dtype), param.dtype)
-  goal = rounding.within(master, float(jnp.finfo(param.dtype).max))
-  goal = bits.rounded(goal, param.dtype)
-  return _convert(
-    _update_to(goal, wide, param.dtype, skipped), param.dtype
-  ), master
+  # Around this wrapper, `loss_scaling` gets the way in float32 and does the
+  # rest, so the rest is the same here.
+  dtype = leaves.at_least_float32(param.dtype)
+  way = bits.within(master - wide, float(jnp.finfo(dtype).max), master, wide)
+  way = jnp.where(
+    skipped | (master == wide), jnp.asarray(-0.0, master.dtype), way
+  )
+  way = _convert(bits.rounded(way, dtype), dtype)
+  return way if dtype == param.dtype else bits.reaching(way, param), master
 
 
 def _move_by_remainder(
@@ -269,21 +273,12 @@ def _move_by_remainder(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the update to the parameter nearest to a master, and the rest."""
   wide, dtype = rounding.seen(param), param.dtype
-  master = rounding.within(master, rounding.largest_master(dtype))
-  goal = rounding.nearest(master, dtype)
-  update = _update_to(goal, wide, dtype, skipped)
+  master = bits.within(master, rounding.largest_master(dtype))
+  update = bits.update_to(rounding.nearest(master, dtype), wide, dtype)
+  update = jnp.where(skipped, -0.0, update)
   # Far away no update may lead there, so take the place where the sum arrives.
   new = rounding.remainder(master, bits.rounded(wide + update, dtype), dtype)
   return update.astype(dtype), jnp.where(skipped, old, new)
-
-
-def _update_to(
-  goal: jax.Array, wide: jax.Array, dtype: DTypeLike, skipped: jax.Array
-) -> jax.Array:
-  """Returns the update towards a number of the dtype, or none on a skip."""
-  found = rounding.update_to(goal, wide, dtype)
-  # Use -0.0 for no change: adding 0.0 would turn a -0.0 parameter into 0.0.
-  return jnp.where(skipped | (found == 0), -0.0, found)
 
 
 _COPY = narrow_parameters.Store(lambda master, _: master, _move_copy)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees as _trees
 from optax_lossscale._step import states
@@ -123,8 +124,7 @@ def update(
     target = jnp.asarray(optax.apply_updates(wide, update))
     # Finite numbers may have a sum beyond the largest float32.
     largest = float(jnp.finfo(target.dtype).max)
-    is_usual = jnp.isfinite(wide) & jnp.isfinite(update)
-    target = jnp.where(is_usual, jnp.clip(target, -largest, largest), target)
+    target = bits.within(target, largest, wide, update)
     # Select instead of adding -0.0, which may flush a subnormal master to 0.
     target = jnp.where(skipped, wide, target)
     return _Moved(*store.move(kept, target, param, skipped))

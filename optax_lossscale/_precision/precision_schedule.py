@@ -143,7 +143,7 @@ class PrecisionSchedule:
         scalar, or `loss` is not a real scalar.
       ValueError: unless exactly the argument that the schedule needs is given.
     """
-    states.check_kind(state, PrecisionScheduleState)
+    states.check_kind(state, PrecisionScheduleState, "low")
     needed = "step" if self.until_loss is None else "loss"
     fed = {"step": step, "loss": loss}.items()
     got = " and ".join(f"`{name}`" for name, x in fed if x is not None)
@@ -171,7 +171,7 @@ class PrecisionSchedule:
     Args:
       state: the schedule's state.
     """
-    states.check_kind(state, PrecisionScheduleState)
+    states.check_kind(state, PrecisionScheduleState, "low")
     return jnp.logical_and(state.low, self.dtype == jnp.float16)
 
   def value_and_grad(
@@ -217,7 +217,7 @@ class PrecisionSchedule:
         or several; when called, if `loss_fn` is under `autocast`, or a layer or
         the parameters make it compute products in low precision.
     """
-    states.check_kind(state, PrecisionScheduleState)
+    states.check_kind(state, PrecisionScheduleState, "low")
     low_loss_fn = self._make_low(loss_fn, cast)
     arguments.check_flag("has_aux", has_aux)
     backward.check_argnums(argnums, arguments.argnums_as_tuple(argnums))

@@ -4,7 +4,6 @@ Everything is computed in float32 and in integers, on numbers that are those of
 the narrow dtype. So no compiler can leave a rounding out.
 """
 
-import math
 from typing import NamedTuple
 from typing import TypeGuard
 
@@ -110,11 +109,15 @@ def remainder(
     count = jnp.where(sign == is_negative, magnitude, across) - at
   else:
     # float32 has fewer bits than a remainder, and must not round up to a tie.
-    tie = jnp.abs(param) + _ulp(param) / 2
-    most = _join(_split(tie).magnitude - 1, jnp.full((), False))
+    # Below a power of two the ties are half as far away.
+    size, step = jnp.abs(param), _ulp(param)
+    tie = _split(size + step / 2).magnitude
+    most = _join(tie - 1, jnp.full((), False))
+    is_power = (_split(param).magnitude & 0x7FFFFF == 0) & (size > 2.0**-14)
+    least = size - step / jnp.where(is_power, 4, 2)
     away = jnp.where(is_negative, -master, master)
-    away = jnp.minimum(away, most) - jnp.abs(param)
-    units = jnp.where(jnp.isfinite(away), away / _ulp(param) * 2**16, 0)
+    away = jnp.clip(away, least, most) - size
+    units = jnp.where(jnp.isfinite(away), away / step * 2**16, 0)
     count = jnp.clip(jnp.round(units), -_HALF, _HALF).astype(jnp.int32)
   return jnp.clip(count, -_HALF, _HALF - 1).astype(jnp.int16)
 
@@ -167,27 +170,6 @@ def stochastic(x: jax.Array, chance: jax.Array) -> jax.Array:
   return jnp.where(jnp.isfinite(x), _join(rounded, is_negative), x)
 
 
-def update_to(goal: jax.Array, param: jax.Array, dtype: DTypeLike) -> jax.Array:
-  """Returns the update that takes a parameter nearest to another number.
-
-  Within a factor of two of the parameter it leads there. No update is longer
-  than the largest number of the dtype, so the way from one end of the dtype to
-  the other takes two steps.
-
-  Args:
-    goal: a number of `dtype`, in float32 or float64.
-    param: the parameter, like `goal`.
-    dtype: the parameter's own.
-  """
-  found = bits.rounded(_difference(goal, param, dtype), dtype)
-  arrival = bits.rounded(param + found, dtype)
-  # A sum halfway beyond the largest number is inf, so make it one step less.
-  finfo = jnp.finfo(dtype)
-  step = 2.0 ** (math.frexp(float(finfo.max))[1] - 1 - finfo.nmant)
-  too_far = jnp.isfinite(found) & jnp.isfinite(param) & ~jnp.isfinite(arrival)
-  return jnp.where(too_far, found - jnp.sign(found) * step, found)
-
-
 def stochastic_update(
   target: jax.Array, param: jax.Array, dtype: DTypeLike, chance: jax.Array
 ) -> jax.Array:
@@ -204,32 +186,20 @@ def stochastic_update(
     dtype: the parameter's own, float16 or bfloat16.
     chance: float32 in [0, 1), like the target, evenly spread.
   """
-  goal = within(target, float(jnp.finfo(dtype).max))
+  largest = float(jnp.finfo(dtype).max)
+  goal = bits.within(target, largest)
   low, high = neighbors(goal, dtype)
   # The sum is at most `low`, as each is rounded down that is not exact.
-  down, _ = neighbors(_difference(low, param, dtype), dtype)
-  _, up = neighbors(_difference(high, param, dtype), dtype)
+  ways = (bits.within(x - param, largest, x, param) for x in (low, high))
+  (down, _), (_, up) = (neighbors(x, dtype) for x in ways)
   lower, upper = (bits.rounded(param + x, dtype) for x in (down, up))
   is_up = chance * (upper - lower) < goal - lower
   # At the largest value one of the sums may be inf.
   is_up = (is_up | jnp.isinf(lower)) & ~jnp.isinf(upper)
   update = jnp.where(is_up, up, down)
-  return jnp.where(jnp.isfinite(target), update, target - param)
-
-
-def within(x: jax.Array, largest: float) -> jax.Array:
-  """Returns x with its finite numbers at most `largest` away from 0."""
-  return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
-
-
-def _difference(
-  goal: jax.Array, start: jax.Array, dtype: DTypeLike
-) -> jax.Array:
-  """Returns goal - start, which no pair of finite numbers makes too large."""
-  largest = float(jnp.finfo(dtype).max)
-  found = goal - start
-  is_usual = jnp.isfinite(goal) & jnp.isfinite(start)
-  return jnp.where(is_usual, jnp.clip(found, -largest, largest), found)
+  # An infinite parameter that stays where it is must not become NaN.
+  beyond = jnp.where(target == param, 0, target - param)
+  return jnp.where(jnp.isfinite(target), update, beyond)
 
 
 def chances(shape: tuple[int, ...], key: jax.Array) -> jax.Array:

@@ -136,7 +136,7 @@ def stochastic_rounding(
     params: optax.Params | None = None,
     **extra_args: object,
   ) -> tuple[optax.Updates, StochasticRoundingState]:
-    state = _states.check_kind(state, StochasticRoundingState)
+    state = _states.check_kind(state, StochasticRoundingState, "rounding_count")
     count = state.rounding_count
     keys = _keys(_PARAMETERS, state.rounding_seed, count, params)
     kept = jax.tree.map(
@@ -269,7 +269,7 @@ def low_precision_state(
     params: optax.Params | None = None,
     **extra_args: object,
   ) -> tuple[optax.Updates, LowPrecisionState]:
-    state = _states.check_kind(state, LowPrecisionState)
+    state = _states.check_kind(state, LowPrecisionState, "state_count")
     old, count = state.narrow_state, state.state_count
     # The dtype says what `init` has rounded; inside `shard_map` the size is
     # that of a shard.

@@ -51,8 +51,9 @@ def nonfinite(dtype: Any = None) -> Check:
       NaN. A float32 gradient beyond its range counts as an overflow, even if it
       is correct (see docs/checks.md). To set it per leaf, pass a tree of dtypes
       whose structure is a prefix of the gradients', or a function from a leaf's
-      path, such as "params/Dense_0/kernel", to a dtype. None for a leaf means
-      its own dtype.
+      path, such as "params/Dense_0/kernel", to a dtype. Where two paths have
+      one text, as keys with slashes may cause, both are as "['a']['b']". None
+      for a leaf means its own dtype.
 
   Returns:
     A check to pass to `loss_scaling`.
@@ -114,11 +115,12 @@ def with_computation_dtypes(
 ) -> list[tuple[jax.Array, np.dtype | None]]:
   """Pairs each gradient with its computation's dtype, or None for its own."""
   if is_function(check.dtype):
-    by_path = dict(jax.tree.leaves_with_path(scaled_grads))
+    found = jax.tree.leaves_with_path(scaled_grads)
+    names = leaves.path_names(path for path, _ in found)
     return [
-      (by_path[path], _as_dtype(path, check.dtype(name)))
-      for path, name in leaves.path_names(by_path).items()
-      if leaves.is_gradient(by_path[path])
+      (leaf, _as_dtype(path, check.dtype(names[path])))
+      for path, leaf in found
+      if leaves.is_gradient(leaf)
     ]
   dtypes = jax.tree.leaves(check.dtype, is_leaf=leaves.is_none)
   structure: jax.tree_util.PyTreeDef = jax.tree.structure(

@@ -255,7 +255,9 @@ def _update_inner(
     updates, new_state = inner.update(
       gradients, inner_state, seen, **extra_args
     )
-    updates = requirements.narrow_updates(updates, gradients, params)
+    updates = requirements.narrow_updates(
+      updates, gradients, params, to_sums=states.has_copies(inner_state)
+    )
     trees.check_kept("inner", new_state, inner_state)
   return updates, new_state
 

@@ -140,7 +140,7 @@ def check_beside(widened: optax.OptState, inner_state: optax.OptState) -> None:
   for (path, wide), x in zip(nodes, own, strict=True):
     if leaves.is_real(x) and x.dtype != wide.dtype:
       raise ValueError(
-        "`master_weights` and `stochastic_rounding` must be around the whole "
+        "`stochastic_rounding` and remainders must be around the whole "
         "optimizer, since `loss_scaling` shows it the parameters as they are; "
         f"got a state in {x.dtype} beside them at "
         f"{leaves.path_name(path)}. Wrap optax.chain(...) or "
@@ -187,7 +187,7 @@ def check_state(state: object, rule: base.LossScale | None) -> None:
       "`state` must be the LossScalingState that init made, got "
       f"{arguments.kind_of(state)}{remedy}."
     )
-  states.refuse_stack("state", state)
+  states.refuse_stack("state", state.skipped_steps)
   init = loss_scales.NoLossScaleState if rule is None else rule.init
   expected = jax.eval_shape(lambda: leaves.as_arrays(init()))
   got = state.loss_scale_state
@@ -330,14 +330,14 @@ def check_gradients(gradients: object, params: object) -> None:
 
 
 def narrow_updates(
-  updates: trees.Tree, gradients: object, params: object
+  updates: trees.Tree, gradients: object, params: object, *, to_sums: bool
 ) -> trees.Tree:
   """Returns an optimizer's updates in the dtypes of the parameters."""
   updates = leaves.as_arrays(updates)
   if params is None:
     return updates
   try:
-    narrow = leaves.narrow_like(updates, params)
+    narrow = leaves.narrow_like(updates, params, to_sums=to_sums)
   except ValueError as error:
     found = trees.difference(params, gradients)
     if found is None:
@@ -370,7 +370,11 @@ def explained(
     # Not before, since gradients need not have the structure of the parameters:
     # with `optax.lookahead` they do not.
     fits = trees.is_for_each_example
-    # Of a state that depends on the parameters' dtypes, gradients tell nothing.
+    # A state that depends on the parameters' dtypes cannot be compared with
+    # gradients. Of a state like lookahead's they fit a part of the parameters.
+    parts = jax.tree.leaves(params, is_leaf=lambda x: x is not params)
+    like: object = jax.tree.structure(gradients)
+    is_of_part = like in map(jax.tree.structure, parts)
     is_narrow = states.keeps_narrow(inner_state)
     found = None
     if not is_narrow:
@@ -380,7 +384,7 @@ def explained(
     if params is not None:
       of_params = _init_shapes(inner, params, inner_state)
       # Gradients that fit the state need not have the parameters' structure.
-      if found or is_narrow:
+      if found or (is_narrow and not is_of_part):
         found = trees.difference(params, gradients, fits)
       rule = "`updates` must be gradients that fit the parameters"
       if other := trees.difference(of_params, inner_state):

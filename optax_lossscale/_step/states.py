@@ -263,6 +263,22 @@ def find_states(tree: object) -> dict[leaves.Path, LossScalingState]:
 _SEE_NARROW: set[type] = set()
 
 
+# The states of optimizers that keep wider copies of the parameters.
+_KEEP_COPIES: set[type] = set()
+
+
+def keeps_copies(kind: _Kind) -> _Kind:
+  """Marks the state of an optimizer that keeps copies of the parameters."""
+  _KEEP_COPIES.add(kind)
+  return kind
+
+
+def has_copies(inner_state: object) -> bool:
+  """Returns whether a state contains one of such an optimizer."""
+  is_kind = lambda x: type(x) in _KEEP_COPIES  # noqa: E731
+  return any(map(is_kind, jax.tree.leaves(inner_state, is_leaf=is_kind)))
+
+
 def sees_narrow(kind: _Kind) -> _Kind:
   """Marks the state of an optimizer that must see parameters as they are."""
   _SEE_NARROW.add(kind)
@@ -328,13 +344,13 @@ def find_state(opt_state: object, path: str | None = None) -> LossScalingState:
 def find_run(opt_state: object, path: str | None = None) -> LossScalingState:
   """Returns the only state, as `find_state`; raises if it is of many runs."""
   state = find_state(opt_state, path)
-  refuse_stack("opt_state", state)
+  refuse_stack("opt_state", state.skipped_steps)
   return state
 
 
-def refuse_stack(name: str, state: LossScalingState) -> None:
-  """Raises if a state is a stack of several, outside of vmap."""
-  if shape := getattr(state.skipped_steps, "shape", ()):
+def refuse_stack(name: str, scalar: object) -> None:
+  """Raises if what is a scalar in a state belongs to a stack of states."""
+  if shape := getattr(scalar, "shape", ()):
     raise ValueError(
       f"`{name}` must be the state of one run, got a stack of shape {shape}, "
       "as jax.vmap makes it: its flags would apply to the wrong axes of "
@@ -472,11 +488,12 @@ def replace_states(
   )
 
 
-def check_kind(state: object, kind: type[_State]) -> _State:
-  """Returns `state`, which must be of the kind that its init makes."""
+def check_kind(state: object, kind: type[_State], scalar: str) -> _State:
+  """Returns `state`, which must be one that init makes, with this scalar."""
   if not isinstance(state, kind):
     raise TypeError(
       f"`state` must be the {kind.__name__} that init made, got "
       f"{arguments.kind_of(state)}."
     )
+  refuse_stack("state", getattr(state, scalar))
   return state

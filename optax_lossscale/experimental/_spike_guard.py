@@ -266,7 +266,7 @@ class SpikeGuard:
     return found
 
   def _check_state(self, state: object) -> None:
-    state = states.check_kind(state, SpikeGuardState)
+    state = states.check_kind(state, SpikeGuardState, "accepted")
     if state.values.shape != (self.window,):
       raise ValueError(
         f"`window` must stay what it was in the run that is continued, got "

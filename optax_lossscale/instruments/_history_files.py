@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 import contextlib
 import csv
+import io
 import os
 import pathlib
 import secrets
@@ -103,17 +104,31 @@ def write_history(
   """
   path = arguments.check_file("path", path)
   _replay.check_history(history)
-  sizes = [np.size(x) for x in history]
-  if len({*sizes}) > 1:
-    raise ValueError(f"`history` must have arrays of one length, got {sizes}.")
+  shapes = [np.shape(x) for x in history]
+  if len({*shapes}) > 1 or len(shapes[0]) != 1:
+    raise ValueError(f"`history` must have arrays of one length, got {shapes}.")
   lines = [",".join(history._fields)]
   rows = zip(*map(np.asarray, history), strict=True)
   for step, scale, amax, overflow in rows:
     # The text of a float32 is the shortest that reads back as the same one.
-    floats = f"{np.float32(scale)!s},{np.float32(amax)!s}"
-    lines.append(f"{step},{floats},{int(overflow)}")
+    floats = ",".join(map(_text_of, (scale, amax)))
+    lines.append(f"{step},{floats},{_text_of(overflow, int)}")
   text = "\n".join([*lines, ""])
+  try:
+    _read(io.StringIO(text))
+  except ValueError as error:
+    raise ValueError(
+      f"`history` must hold the steps of a run, got one where {error}"
+    ) from error
   _replace(path, text)
+
+
+def _text_of(value: object, kind: type = np.float32) -> str:
+  """Returns a number as text, and anything else as it is."""
+  try:
+    return str(kind(value))
+  except (TypeError, ValueError):
+    return str(value)
 
 
 def _replace(path: pathlib.Path, text: str) -> None:
@@ -148,9 +163,13 @@ def _lines(file: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
     for cells in reader:
       yield f"line {reader.line_num}", cells
   except csv.Error as error:
-    rule = "have cells between commas" if reader.line_num > 1 else _HEADER
+    if reader.line_num < 2:
+      raise ValueError(
+        f"line 1: must {_HEADER}, got text that is not CSV."
+      ) from error
     raise ValueError(
-      f"line {reader.line_num}: must {rule}, got text that is not CSV: {error}."
+      f"line {reader.line_num}: must have cells between commas, got text that "
+      f"is not CSV: {error}."
     ) from error
 
 

@@ -87,11 +87,11 @@ class Event(NamedTuple):
 
   def of(self, tree: object) -> list[tuple[str, Value]]:
     """Returns the names and values of a tree of positions."""
-    found = dict(jax.tree.leaves_with_path(tree))
-    names = leaves.path_names(found)
+    found = jax.tree.leaves_with_path(tree)
+    names = leaves.path_names(path for path, _ in found)
     return [
       (names[path], self.values[x])
-      for path, x in found.items()
+      for path, x in found
       if isinstance(x, named_calls.Position)
     ]
 

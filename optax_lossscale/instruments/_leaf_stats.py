@@ -78,6 +78,10 @@ class LeafStats:
   amax: jax.Array
   paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
   dtypes: tuple[np.dtype, ...] = dataclasses.field(metadata={"static": True})
+  # Two paths may have one text where a key holds a slash.
+  _keys: tuple[leaves.Path, ...] = dataclasses.field(
+    default=(), repr=False, metadata={"static": True}
+  )
 
   def __add__(self, other: object) -> "LeafStats":
     if not isinstance(other, LeafStats):
@@ -122,7 +126,9 @@ class LeafStats:
       )
     i = self.paths.index(path)
     row: LeafStats = jax.tree.map(lambda x: x[i : i + 1], self)
-    return dataclasses.replace(row, paths=(path,), dtypes=(self.dtypes[i],))
+    return dataclasses.replace(
+      row, paths=(path,), dtypes=(self.dtypes[i],), _keys=self._keys[i : i + 1]
+    )
 
   def share(self, low: int, high: int) -> float:
     """Returns the share of all elements with `2**low <= abs(g) < 2**high`.
@@ -208,9 +214,12 @@ class LeafStats:
     amaxes = self._known(self.amax)
     return {
       path: _headroom(
-        float(amax), _bits.limit(dtype, _computation_dtype(check, path, dtype))
+        float(amax),
+        _bits.limit(dtype, _computation_dtype(check, key, path, dtype)),
       )
-      for path, dtype, amax in zip(self.paths, self.dtypes, amaxes, strict=True)
+      for path, key, dtype, amax in zip(
+        self.paths, self._keys, self.dtypes, amaxes, strict=True
+      )
     }
 
   def first_to_overflow(self, check: checks.Check = checks.nonfinite()) -> str:
@@ -350,7 +359,14 @@ def leaf_stats(
     amax = lax.bitcast_convert_type(largest, amax.dtype)
   counts, zeros, subnormals, nonfinite = sums
   return LeafStats(
-    counts, zeros, subnormals, nonfinite, amax, tuple(named), dtypes
+    counts,
+    zeros,
+    subnormals,
+    nonfinite,
+    amax,
+    tuple(named),
+    dtypes,
+    tuple(_elements.by_path(tree)),
   )
 
 
@@ -364,27 +380,21 @@ def _headroom(amax: float, limit: float) -> float:
 
 
 def _computation_dtype(
-  check: checks.Check, path: str, own: np.dtype
+  check: checks.Check, key: leaves.Path, name: str, own: np.dtype
 ) -> np.dtype | None:
   """Returns the dtype that a check names for a leaf; None for its own."""
   if not checks.is_function(check.dtype):
-    given = jax.tree.leaves_with_path(check.dtype, is_leaf=leaves.is_none)
-    # The longest text that leads to the leaf, since a key may hold a slash.
-    found = [
-      (len(text), dtype)
-      for place, dtype in given
-      for text in (leaves.path_name(place), jax.tree_util.keystr(place))
-      if not text or (path.startswith(text) and path[len(text) :][:1] in "/[.")
-    ]
+    given = dict(jax.tree.leaves_with_path(check.dtype, is_leaf=leaves.is_none))
+    beginnings = [key[:i] for i in range(len(key) + 1)]
+    found = [given[x] for x in beginnings if x in given]
     if not found:
       raise ValueError(
         "`dtype` must be a tree of dtypes whose structure is a prefix of the "
-        f"gradients', got none for the one at {path!r}."
+        f"gradients', got none for the one at {name!r}."
       )
-    dtype = max(found, key=lambda x: x[0])[1]
-    check = dataclasses.replace(check, dtype=dtype)
+    check = dataclasses.replace(check, dtype=found[0])
   leaf = jax.ShapeDtypeStruct((), own)
-  [(_, dtype)] = checks.with_computation_dtypes(check, {path: leaf})
+  [(_, dtype)] = checks.with_computation_dtypes(check, {name: leaf})
   return dtype
 
 

@@ -77,6 +77,12 @@ def match(
       places = [
         x for x in outputs if text in (place_name(x), jax.tree_util.keystr(x))
       ]
+      alike = [jax.tree_util.keystr(x) for x in places if forms[x] == like]
+      if len(alike) > 1:
+        raise ValueError(
+          f"`carry` must lead to one output, got {text!r}, the text of "
+          f"{' and '.join(alike)}; write one of these."
+        )
     for place in places:
       is_like = forms.get(place) == like and name not in found
       if is_like and not overlaps(place, found.values()):
@@ -127,8 +133,9 @@ def may_change(
     chosen = {
       path
       for path, name in names.items()
-      if f"{name}/".startswith(f"{x}/")  # Brackets are literal here.
-      or any(fnmatch.fnmatch(name, y) for y in (str(x), f"{x}/*"))
+      if leaves.is_at(path, x)  # Brackets are literal here.
+      or name == x
+      or ({*str(x)} & {*"*?["} and _matches(name, str(x)))
     }
     if not chosen and not {*str(x)} & {*"*?["}:
       texts = [*names.values()]
@@ -139,6 +146,11 @@ def may_change(
       )
     found |= chosen
   return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+  """Returns whether a pattern names a leaf or something around it."""
+  return any(fnmatch.fnmatch(name, x) for x in (pattern, f"{pattern}/*"))
 
 
 def form(tree: object) -> tuple[object, Sequence[object]]:

@@ -139,7 +139,8 @@ class Bound:
   @property
   def places(self) -> dict[str, str]:
     """The next values, as the report has them."""
-    return {x: leaves.path_name(y) for x, y in self.next_values.items()}
+    names = leaves.path_names(self.next_values.values())
+    return {x: names[y] for x, y in self.next_values.items()}
 
   @property
   def starts_infinite(self) -> bool:
@@ -299,7 +300,9 @@ def _judge(step: Bound) -> tuple[_verdicts.StepReport, Run]:
   if step.is_narrow and skips.outcomes == {"skipped"}:
     skips = _grow(step, start, scales, skips)
   worst = min(invariances, key=lambda x: _WORST_FIRST.index(x.verdict))
-  skip = _verdicts.law_of("skip", _verdicts.skip_law(*skips[1:]))
+  skip = _verdicts.law_of(
+    "skip", _verdicts.skip_law(*skips[1:], leaves.path_names(step.before))
+  )
   report = _verdicts.StepReport(
     (*found, worst, skip),
     step.places,

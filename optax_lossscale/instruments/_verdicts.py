@@ -468,9 +468,12 @@ def _compare(values: Sequence[np.ndarray], is_narrow: bool) -> tuple[str, str]:
 @np.errstate(all="ignore")  # Values may be inf or NaN.
 def depends(values: Sequence[np.ndarray], is_narrow: bool) -> bool:
   """Returns whether an output differs between values of S, beyond rounding."""
+  first, _, half, quarter, *_ = values
   if len({x.shape for x in values}) > 1:
     return True
-  first, _, half, quarter, *_ = values
+  if not leaves.is_gradient(first):  # Nothing rounds these.
+    same = [is_same(first, x) for x in values]
+    return same[1] and not all(same)
   old = np.zeros_like(first)
   verdict, _ = _compare([old, *values], is_narrow=False)
   if not is_narrow or verdict != "wrong":
@@ -574,7 +577,10 @@ def _stronger(proof: Proved, run: Law | None) -> Law:
 
 
 def skip_law(
-  outcomes: set[str], changed: Sequence[leaves.Path], doubtful: set[str]
+  outcomes: set[str],
+  changed: Sequence[leaves.Path],
+  doubtful: set[str],
+  names: Mapping[leaves.Path, str],
 ) -> Sequence[str]:
   """Returns the skip law: whether a step that overflowed changed nothing."""
   if not outcomes:
@@ -584,13 +590,8 @@ def skip_law(
       return law
   if not changed:
     return "exact", "A step that overflows changes nothing."
-  names = leaves.path_names(changed)
-  certain = [
-    name
-    for path, name in names.items()
-    if _next_values.argument_of(path) not in doubtful
-  ]
-  listed = _next_values.listed(certain or [*names.values()])
+  certain = [x for x in changed if _next_values.argument_of(x) not in doubtful]
+  listed = _next_values.listed([names[x] for x in certain or changed])
   text = f"A step that overflows changed {listed}."
   return ("wrong", text, MOVES) if certain else ("inconclusive", text, CARRY)
 

@@ -58,9 +58,7 @@ def read_step(
       "`loss_scaling` passes it."
     )
   overflow = arguments.as_flag(overflow, loss_scale)
-  if not (
-    arguments.is_numeric(amax) and np.shape(amax) == np.shape(loss_scale)
-  ):
+  if not (arguments.is_value(amax) and np.shape(amax) == np.shape(loss_scale)):
     raise TypeError(
       f"`amax` must be a real scalar, got {arguments.shown(amax)}."
     )

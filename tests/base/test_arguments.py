@@ -191,3 +191,15 @@ def test_a_traced_value_is_shown_by_its_shape_and_dtype():
     )
 
   with_traced(check)
+
+
+@pytest.mark.parametrize(
+  "value", [None, {}, {1}, object(), len, 1j, "1", [True], [None]]
+)
+@pytest.mark.parametrize("name", ["overflow", "amax"])
+def test_a_rule_takes_a_flag_and_a_number(name, value):
+  rule = ols.rules.HeadroomLossScale()
+  given = {"overflow": False, "amax": 1.0, name: value}
+  error = ValueError if (name, value) == ("amax", None) else TypeError
+  with pytest.raises(error, match=f"^`{name}` must be "):
+    rule.update(rule.init(), given["overflow"], amax=given["amax"])

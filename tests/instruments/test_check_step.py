@@ -173,6 +173,7 @@ def test_the_invariance_law_compares_next_values(
     ([7, 7, 6, 5], True, True),
     ([True, True, True, False], True, True),
     ([[1.0], [1.0], [1.0, 1.0], [1.0]], True, True),
+    ([[5, 0], [5, 0], [4, 1], [5, 0]], True, True),  # A histogram.
   ],
 )
 def test_an_output_depends_on_s_if_it_differs_by_more_than_rounding(
@@ -196,16 +197,20 @@ def test_differences_that_point_apart_are_rounding():
 
 
 def test_the_skip_law_names_the_worst_and_first_what_is_certain():
-  law = _verdicts.skip_law
+  key = jax.tree_util.DictKey
+  a, b = (key("a"), key("x")), (key("b"),)
+
+  def law(outcomes, changed, doubtful):
+    names = {a: "a/x", b: "b"}
+    return _verdicts.skip_law(outcomes, changed, doubtful, names)
+
   assert law({"skipped"}, [], set())[0] == "exact"
   assert law(set(), [], set()) is _verdicts.NOTHING_SEEN
   assert law({"skipped", "hidden"}, [], set())[2] == _verdicts.HIDDEN
   assert law({"applied", "nothing"}, [], set())[0] == "wrong"
-  key = jax.tree_util.DictKey
-  a = (key("a"),)
-  verdict, text, _ = law({"skipped"}, [(*a, key("x")), (key("b"),)], {"a"})
+  verdict, text, _ = law({"skipped"}, [a, b], {"a"})
   assert verdict == "wrong" and text.endswith("changed b.")
-  assert law({"skipped"}, [(*a, key("x"))], {"a"})[0] == "inconclusive"
+  assert law({"skipped"}, [a], {"a"})[0] == "inconclusive"
 
 
 @pytest.mark.parametrize("place", range(3))

@@ -44,8 +44,18 @@ def test_a_written_history_is_read_bit_for_bit(tmp_path):
   )
   assert_same_bits(instruments.read_history(str(path)), HISTORY)
   # A history that cannot be written leaves the file alone.
-  with pytest.raises(ValueError, match="`history` .* one length"):
-    instruments.write_history(path, HISTORY._replace(amax=HISTORY.amax[:2]))
+  size = len(HISTORY.amax)
+  for wrong in (
+    {"amax": HISTORY.amax[:2]},
+    {"amax": None},
+    {name: np.ones((size, 2)) for name in HISTORY._fields},
+    {"step": ["a"] * size},
+    {"step": np.arange(size) + 0.5},
+    {"overflow": [7] * size},
+    {"loss_scale": [None] * size},
+  ):
+    with pytest.raises(ValueError, match="`history` must h"):
+      instruments.write_history(path, HISTORY._replace(**wrong))
   # So does another record, which looks like one.
   with pytest.raises(TypeError, match="`history` must be a History, got Rec"):
     instruments.write_history(path, Record(*HISTORY))

@@ -729,6 +729,25 @@ def test_leaves_at_paths_of_one_text_are_two_leaves(judge, moved):
   report = judge(step, *args, carry=carry)
   assert verdicts(report)["skip"] == "wrong"
   assert moved in said(report, "skip")
+  # What is inside of "a" is free, but the key "a/b" is not inside.
+  report = judge(step, *args, carry=carry, may_change=["extra/a"])
+  assert (moved in said(report, "skip")) == moved.endswith("'a/b']")
+
+
+def test_an_output_in_carry_must_be_one():
+  _, params, opt_state, batch = step_of()
+
+  def step(params, opt_state, batch):
+    params, opt_state, _ = make_step()(params, opt_state, batch)
+    return {"a": {"b": params}, "a/b": params, "state": opt_state}
+
+  args = step, params, opt_state, batch
+  with pytest.raises(
+    ValueError, match=r"'a'\]\['b'\] and \['a/b'\]; write one"
+  ):
+    check(*args, carry={"params": "a/b", "opt_state": "state"})
+  carry = {"params": "['a/b']", "opt_state": "state"}
+  assert check(*args, carry=carry).ok
 
 
 def test_names_and_patterns_of_may_change_free_values():

@@ -341,6 +341,14 @@ def test_leaves_at_paths_of_one_text_have_dtypes_of_their_own():
   assert {*asked} == {*expected}
 
 
+def test_a_dtype_is_for_the_leaves_inside_of_its_key():
+  tree = {"a": {"b": {"c": jnp.ones(1)}}, "a/b": {"d": jnp.ones(1)}}
+  found = leaf_stats(tree).headroom(
+    ols.nonfinite({"a": "float16", "a/b": None})
+  )
+  assert found["a/b/c"] < 16 < 127 < found["a/b/d"]
+
+
 DTYPES = ("float16", "bfloat16")
 INIT = ols.loss_scaling(optax.sgd(1.0), ols.FixedLossScale()).init
 

@@ -65,6 +65,35 @@ def test_inside_and_outside_are_the_same_bit_for_bit():
   assert every["inside"] == every["outside"]
 
 
+# Optimizers around `master_weights`, with their float32 updates.
+AROUND = {
+  "trust ratio": lambda tx: optax.chain(optax.scale_by_trust_ratio(), tx),
+  "weight decay": lambda tx: optax.chain(optax.add_decayed_weights(1e-5), tx),
+  "moments": lambda tx: optax.chain(optax.trace(0.9), tx),
+  "a condition": lambda tx: optax.apply_if_finite(tx, 3),
+  "hyperparameters": lambda tx: optax.inject_hyperparams(lambda s: tx)(s=1.0),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_a_neighbor_inside_loss_scaling_works_in_float32(around):
+  wrap = AROUND[around]
+  tx = ols.loss_scaling(wrap(MASTER), RULE)
+  bare = wrap(SGD)
+  # In float16 the square of the norm is inf, and 1e-5 of 1e-3 is 0.
+  params = {"large": jnp.full(512, 20.0), "small": jnp.full(4, 2.0**-10)}
+  narrow = jax.tree.map(lambda x: x.astype(jnp.float16), params)
+  state, expected = tx.init(narrow), bare.init(params)
+  for _ in range(3):
+    gradients = jax.tree.map(lambda x: 0.25 * jnp.ones_like(x), params)
+    narrow, state = take_step(tx, narrow, state, gradients)
+    updates, expected = bare.update(gradients, expected, params)
+    params = optax.apply_updates(params, updates)
+  for name, master in optax.tree.get(state, "master").items():
+    np.testing.assert_allclose(master, params[name], rtol=1e-6)
+    np.testing.assert_array_equal(narrow[name], master.astype(jnp.float16))
+
+
 def test_outside_gradients_are_checked_in_their_own_dtype():
   inner = ols.loss_scaling(optax.sgd(1.0), RULE, check=ols.saturated())
   tx = ols.master_weights(inner)
@@ -88,7 +117,7 @@ def test_the_inner_optimizer_sees_the_master_and_float32_gradients(position):
   assert params["half"] == 1
   for name in params:
     np.testing.assert_array_equal(calls[0][1][name], [1.0])
-    np.testing.assert_array_equal(calls[-1][1][name], [1 + SMALL])
+    np.testing.assert_array_equal(calls[2][1][name], [1 + SMALL])
     np.testing.assert_array_equal(calls[2][0][name], [-SMALL])
   assert {x.dtype for call in calls for x in jax.tree.leaves(call[:2])} == {
     jnp.dtype("float32")
@@ -237,17 +266,17 @@ def test_a_zero_keeps_its_sign():
   assert np.signbit(after).tolist() == [False, True]
 
 
-def test_a_float64_master_is_rounded_once_in_both_positions():
+def test_the_way_from_a_float64_master_is_rounded_the_same_in_both_positions():
   with jax.enable_x64(True):
     inner = ols.master_weights(SGD, jnp.float64)
     params = jnp.ones(1, jnp.float16)
     # Above a tie in float16, but in float32 the tie itself.
-    master = jnp.array([1 + 2.0**-11 + 2.0**-40])
+    master = jnp.array([1 + 0.125 * (1 + 2.0**-11 + 2.0**-40)])
     ends = []
     for tx in (inner, ols.loss_scaling(inner, RULE)):
       state = optax.tree.set(tx.init(params), master=master)
       ends.append(jax.jit(tx.update)(params * 0, state, params)[0])
-    assert ends == [2.0**-10, 2.0**-10]
+    assert ends == [0.125, 0.125]
 
 
 @pytest.mark.usefixtures("strict_promotion")

@@ -142,6 +142,40 @@ def test_an_error_of_the_inner_optimizer_is_its_own(way, fault):
 
 
 @each_way
+def test_an_error_inside_of_lookahead_is_its_own(way):
+  def fail(*_):
+    raise ValueError("It is mine.")
+
+  inner = optax.GradientTransformation(lambda _: optax.EmptyState(), fail)
+  tx = ols.loss_scaling(optax.lookahead(WAYS[way](inner), 5, 0.5), RULE)
+  gradients = {"w": jnp.ones(3, jnp.bfloat16)}
+  params = optax.LookaheadParams.init_synced(gradients)
+  with pytest.raises(ValueError, match="^It is mine.$"):
+    tx.update(gradients, tx.init(params), params)
+
+
+@each_way
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_an_infinite_parameter_stays_where_it_is(way, dtype):
+  # A mask of attention, for example.
+  params = jnp.array([-jnp.inf, jnp.inf, 1.0], dtype)
+  for position in POSITIONS:
+    after, _ = run(make(way, position), params, jnp.zeros((2, 3)))
+    support.assert_same_bits(after, params)
+
+
+@each_way
+def test_a_state_that_vmap_made_is_refused_outside(way):
+  params = jnp.ones((3, 3), jnp.bfloat16)
+  tx = make(way)
+  state = jax.vmap(tx.init)(params)
+  jax.vmap(tx.update)(params, state, params)
+  if way == "stochastic":
+    with pytest.raises(ValueError, match="a stack of shape"):
+      tx.update(params, state, params)
+
+
+@each_way
 def test_gradients_that_do_not_fit_are_named(way):
   tx = make(way, "inside", optax.adam(0.1))
   params = {"w": jnp.ones(3, jnp.bfloat16)}
