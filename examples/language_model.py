@@ -118,7 +118,7 @@ def draw(results, path):
   upper.set(ylabel="training loss")
   lower.set(xlabel="step", ylabel="loss scale S")
   lower.set_yscale("log", base=2)
-  lower.set_yticks([2.0**exponent for exponent in range(10, 31, 5)])
+  lower.set_yticks([2.0**exponent for exponent in range(15, 31, 5)])
   if results:
     upper.legend(loc="center right")
   figure.savefig(path, format=path.suffix[1:], dpi=150)

@@ -114,8 +114,11 @@ def test_float16_alone_learns_nothing_and_with_loss_scaling_as_float32(
   }
   assert rows.keys() == shown.keys()
   float32, alone, scaled, bfloat16 = (x[:2] for x in rows.values())
-  assert float32 == scaled
-  assert float(alone[1]) < 0.05 < 0.5 < float(bfloat16[1])
+  for other in (scaled, bfloat16):
+    assert float(other[0]) == pytest.approx(float(float32[0]), abs=1e-4)
+    assert float(other[1]) == pytest.approx(float(float32[1]), abs=0.02)
+    assert float(other[1]) > 0.45
+  assert float(alone[1]) < 0.05
   assert rows["float16 with loss scaling"][3].startswith("2^")
   if seed == 0:
     # The digits that the page shows are the same on both ends of CI.
