@@ -20,6 +20,7 @@ import typing as _typing
 
 from optax_lossscale import presets
 from optax_lossscale._autocast.autocast import autocast
+from optax_lossscale._base.other_systems import of_name as _of_name
 from optax_lossscale._base.wiring import WiringWarning
 from optax_lossscale._precision.master_weights import master_weights
 from optax_lossscale._precision.master_weights import MasterWeightsState
@@ -123,7 +124,9 @@ else:  # Type checkers would accept any name.
   def __getattr__(name: str) -> object:
     if name in _ON_DEMAND:
       return _importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(
+      f"module {__name__!r} has no attribute {name!r}{_of_name(name)}"
+    )
 
 
 def __dir__() -> list[str]:

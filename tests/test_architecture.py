@@ -77,12 +77,19 @@ GROWN: list[tuple[str, int, str]] = [
   ("_jaxpr", 1, "a transfer guard"),
   ("_rules", 1, "states of a wrong type"),
   ("cli", 1, "an argument's own choices"),
+  ("_base", 87, "names of other systems, and the line to write instead"),
+  ("_step", 40, "parameters that are no arrays, pairs, a loss scaled twice"),
+  ("_autocast", 21, "a block, a device in place of a function"),
+  ("presets", 12, "presets by other names"),
+  ("_rules", 11, "arguments of other systems' rules"),
+  ("cli", 8, "advice before the table"),
+  ("__init__", 3, "names of other systems"),
 ]
 # How many lines a package may be below its number before the number is stale.
 SLACK = 10
 
 # The most lines and functions of all tests, and lines of a function.
-MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 33_150, 1_180, 60
+MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 33_240, 1_185, 60
 
 
 def layers():

@@ -146,7 +146,7 @@ ACCEPTED = {
     "ols.instruments.leaf_stats tree=": ANY,
     "ols.instruments.swallowed_share updates=": "None text list",
     "ols.instruments.tune_precision params=": "numpy jax",
-    "ols.linen.TrainState.create params=": ANY,
+    "ols.linen.TrainState.create params=": "None numpy jax list",
     "ols.make_varying tree=": ANY,
     "ols.unscale scaled_grads=": ANY,
   },

@@ -23,8 +23,29 @@ from optax_lossscale._jaxpr import scopes
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_Q = ParamSpec("_Q")
+_S = TypeVar("_S")
 
 
+def _explained(function: Callable[_Q, _S]) -> Callable[_Q, _S]:
+  """Returns `autocast`, which explains that it takes a function."""
+
+  @functools.wraps(function)
+  def explained(*args: _Q.args, **kwargs: _Q.kwargs) -> _S:
+    fun = args[0] if args else kwargs.get("fun")
+    if fun is None or isinstance(fun, str):
+      got = "none" if fun is None else arguments.shown(fun)
+      raise TypeError(
+        f"`fun` must be the function to run in mixed precision, got {got}; "
+        "there is no block to enter, as in torch: write mixed_loss_fn = "
+        "autocast(loss_fn, dtype=jnp.float16), see docs/porting/torch.md."
+      )
+    return function(*args, **kwargs)
+
+  return explained
+
+
+@_explained
 def autocast(
   fun: Callable[_P, _R],
   level: str = "O1",

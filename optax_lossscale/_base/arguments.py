@@ -132,6 +132,14 @@ def check_function(fun: object, name: str = "fun") -> None:
       f"`{name}` must be a function, got {got}; pass the "
       "function itself, and its arguments to what is returned."
     )
+  # Outside of `apply` such a module has no parameters.
+  if any(
+    str(x) == "<class 'flax.linen.module.Module'>" for x in type(fun).__mro__
+  ):
+    raise TypeError(
+      f"`{name}` must be a function of arrays, got the Flax module "
+      f"{kind_of(fun)}; pass model.apply, which takes the variables first."
+    )
 
 
 def check_by_position(fun: Callable[..., object], name: str) -> None:

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import functools
+import inspect
 import types
 from typing import Any
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_lossscale._base import arguments
+from optax_lossscale._base import other_systems
 
 # The methods of torch's GradScaler, each with its equivalent here.
 _OF_A_SCALER = {
@@ -63,6 +65,15 @@ class LossScale(abc.ABC):
 
   def __post_init__(self) -> None:
     arguments.check_fields(self, skip=arguments.check_flag)
+
+  if not TYPE_CHECKING:  # Type checkers know the arguments of each rule.
+
+    def __new__(cls, *args: object, **kwargs: object) -> "LossScale":
+      _, *names = (parameters := inspect.signature(cls.__init__).parameters)
+      kinds = {x.kind for x in parameters.values()}
+      if inspect.Parameter.VAR_KEYWORD not in kinds:
+        other_systems.check_arguments(cls.__name__, names, kwargs)
+      return super().__new__(cls)
 
   def __init_subclass__(cls, **kwargs: object) -> None:
     super().__init_subclass__(**kwargs)

@@ -218,7 +218,9 @@ def scale_loss(
   _check_float("`loss`", loss)
   loss_scale = states.scale_in_use(opt_state, path)
   requirements.check_surroundings(opt_state)
-  return _times(loss, loss_scale)
+  scaled_loss = _times(loss, loss_scale)
+  provenance.note(scaled_loss, "loss", None)
+  return scaled_loss
 
 
 def unscale(
@@ -386,6 +388,7 @@ def _scaled_loss_fn(
     if not may_change:
       in_place.check_unchanged(before, (args, kwargs))
     loss = _checked_loss(value, has_aux)
+    provenance.check_loss(loss)
     return _times(loss, loss_scale), (loss, value)
 
   return scaled_fun

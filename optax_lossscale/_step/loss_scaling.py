@@ -130,6 +130,7 @@ def loss_scaling(
     requirements.check_rule("rule", rule)
 
   def init(params: optax.Params) -> states.LossScalingState:
+    requirements.check_params(params)
     kept = leaves.leave_out(leaves.are_gradients(params), params)
     inner_state = inner.init(kept) if rule is None else _init_inner(inner, kept)
     requirements.check_inner_state(inner_state)

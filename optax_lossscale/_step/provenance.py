@@ -19,7 +19,8 @@ from optax_lossscale._rules import loss_scales
 from optax_lossscale._step import findings
 
 # Maps an array's id to a kind and S. Gradients are "scaled" by S, "dropping"
-# (if micro-batches may be left out) or "unscaled". The scale after S is "next".
+# (if micro-batches may be left out) or "unscaled". The scale after S is "next",
+# and a loss that was scaled is a "loss".
 _ORIGINS: dict[int, tuple[str, Callable[[], SupportsFloat | None]]] = {}
 
 
@@ -80,6 +81,16 @@ def check_update(
       "`update` takes the opt_state that the gradients were scaled with, got "
       f"gradients scaled by {got}. Call scaled_value_and_grad(loss_fn, "
       "opt_state) anew in each step, with the opt_state that goes to `update`."
+    )
+
+
+def check_loss(loss: object) -> None:
+  """Warns if a loss that is to be scaled was scaled already."""
+  if _origin(loss)[0] == "loss":
+    wiring.warn(
+      "`fun` must return the true loss, got one that `scale_loss` has "
+      "multiplied by S: gradients would be S times too large. Leave "
+      "`scale_loss` out, since scaled_value_and_grad scales the loss."
     )
 
 

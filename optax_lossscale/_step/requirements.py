@@ -84,6 +84,23 @@ def check_check(check: object) -> None:
     )
 
 
+def check_params(params: object) -> None:
+  """Raises if a leaf of the parameters is no array, such as a function."""
+  for path, x in jax.tree.leaves_with_path(params):
+    is_array = hasattr(x, "dtype") and hasattr(x, "shape")
+    if not (is_array or isinstance(x, bool | int | float | complex)):
+      classes = str(type(params).__mro__)
+      remedy = "pass the arrays alone"
+      if "'equinox." in classes:
+        remedy = "pass eqx.filter(model, eqx.is_inexact_array)"
+      if "'flax.linen." in classes:
+        remedy = 'pass model.init(key, x)["params"]'
+      raise TypeError(
+        "`params` must be a tree of arrays, got "
+        f"{arguments.kind_of(x)}{_at(path)}; {remedy}."
+      )
+
+
 def check_first_state(rule: base.LossScale) -> None:
   """Raises if the rule's first state does not hold a usable S."""
   # The first S is a known constant, even while `init` is being traced.
@@ -272,6 +289,14 @@ def check_call(
   names: Collection[str],
 ) -> None:
   """Raises if `update` gets no gradients, or a flag under the wrong name."""
+  if isinstance(updates, tuple) and len(updates) == 2:
+    like: list[object] = [jax.tree.structure(x) for x in (params, *updates)]
+    if like[0] == like[2] != like[1] and np.shape(updates[0]) == ():
+      raise TypeError(
+        "`updates` must be the scaled gradients, got a pair of a loss and "
+        "gradients; unpack it: loss, scaled_grads = value_and_grad(params, "
+        "batch)."
+      )
   if updates is None and jax.tree.leaves(params):
     raise TypeError(
       "`updates` must be the scaled gradients, got None; pass what "

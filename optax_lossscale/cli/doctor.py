@@ -115,18 +115,26 @@ def _print_narrowings(targets: str) -> None:
 
 
 def _describe(parser: _parser.Parser) -> int:
-  """Prints the versions first, since JAX may find no device."""
-  print(f"python {platform.python_version()}")
-  print(f"optax_lossscale {ols.__version__}")
-  for name in ("jax", "jaxlib", "optax", "flax", "chex"):
-    print(f"{name} {metadata.version(name)}")
-  kinds = collections.Counter(x.device_kind for x in parser.find_devices())
-  counts = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+  """Prints what to use here, then what was measured."""
+  names = ("jax", "jaxlib", "optax", "flax", "chex")
+  versions = "\n".join(
+    [
+      f"python {platform.python_version()}",
+      f"optax_lossscale {ols.__version__}",
+      *(f"{name} {metadata.version(name)}" for name in names),
+    ]
+  )
+  try:
+    kinds = collections.Counter(x.device_kind for x in parser.find_devices())
+  except _parser.BadInputError:
+    print(versions)  # They may be the reason.
+    raise
   seen = ols.hardware.probe()
-  print(f"devices: {counts}\n\n{seen}\n\n{_LEGEND}\n")
+  print(_ADVICE[getattr(seen.preferred_dtype, "name", "unknown")])
   if seen.check(jnp.float16).saturating:
     print("For float16 use check=ols.saturated(jnp.float16) here.")
   else:
     print("For float16 the default check is the right one here.")
-  print(_ADVICE[getattr(seen.preferred_dtype, "name", "unknown")])
+  counts = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+  print(f"\n{versions}\ndevices: {counts}\n\n{seen}\n\n{_LEGEND}")
   return 0

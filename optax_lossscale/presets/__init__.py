@@ -20,6 +20,9 @@ it wraps an optimizer and takes a rule as its manager. `accelerate_train_mode`,
 also Ascend's, returns a `PrecisionSchedule`.
 """
 
+import typing as _typing
+
+from optax_lossscale._base.other_systems import of_preset as _of_preset
 from optax_lossscale.presets._accelerate_train_mode import accelerate_train_mode
 from optax_lossscale.presets._fairseq import fairseq
 from optax_lossscale.presets._fairseq import metaseq
@@ -81,6 +84,15 @@ __all__ = [
   "torch",
   "torch_sharded",
 ]
+
+
+if not _typing.TYPE_CHECKING:  # Type checkers would accept any name.
+
+  def __getattr__(name: str) -> object:
+    raise AttributeError(
+      f"module {__name__!r} has no attribute {name!r}"
+      f"{_of_preset(name, __all__)}"
+    )
 
 
 def __dir__() -> list[str]:

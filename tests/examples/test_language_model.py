@@ -29,7 +29,7 @@ def run(example, capsys):
 
   def run_with(*arguments):
     example.main(arguments)
-    above, table, below = capsys.readouterr().out.split("\n\n")
+    above, table, *below = capsys.readouterr().out.split("\n\n")
     rows = [re.split(r" {2,}", row) for row in table.splitlines()[1:]]
     return above.splitlines(), {name: cells for name, *cells in rows}, below
 
@@ -66,13 +66,8 @@ def test_a_small_run_tells_where_it_is_and_draws(
   assert told == [
     f"{name}: step {step} of 3" for name in example.RUNS for step in (1, 2, 3)
   ]
-  assert [x[2:] for x in rows.values()] == [
-    ["3", "0"],
-    ["3", "0"],
-    ["3", "0", "2^10"],
-    ["3", "0", "2^15"],
-  ]
-  assert below.startswith("Next: ")
+  assert [x[2:] for x in rows.values()] == [["0"], ["0"], ["0", "2^15"], ["0"]]
+  assert below[0] == f"Picture: {picture}" and below[1].startswith("Next: ")
   assert picture.read_bytes().startswith(b"\x89PNG")
   assert [x.name for x in tmp_path.iterdir()] == ["runs.png"]
 
@@ -95,7 +90,7 @@ def test_a_figure_that_cannot_be_drawn_is_refused_before_any_work(
   monkeypatch.chdir(tmp_path)
   if reason == "matplotlib":
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-  monkeypatch.setattr(example, "read_symbols", lambda: pytest.fail("It works."))
+  monkeypatch.setattr(example, "make_text", lambda: pytest.fail("It works."))
   with pytest.raises(SystemExit) as ended:
     example.main(["--figure", figure])
   out, err = capsys.readouterr()
@@ -107,29 +102,24 @@ def test_a_figure_that_cannot_be_drawn_is_refused_before_any_work(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("full_compilation")
-def test_float16_alone_learns_nothing_and_with_loss_scaling_as_float32(run):
-  _, rows, _ = run("--seed=0")
-  accuracy = {name: float(cells[1]) for name, cells in rows.items()}
-  assert [x[2:] for x in rows.values()][:3] == [
-    ["200", "0"],
-    ["200", "0"],
-    ["200", "0", "2^10"],
-  ]
-  float32, alone, fixed, dynamic = accuracy.values()
-  assert alone < 0.02 and float32 > 0.4
-  assert fixed == pytest.approx(float32, rel=0.01)
-  assert dynamic == pytest.approx(float32, rel=0.01)
-  # Other versions have other sources, and round otherwise.
+@pytest.mark.parametrize("seed", range(5))
+def test_float16_alone_learns_nothing_and_with_loss_scaling_as_float32(
+  run, seed
+):
+  _, rows, _ = run(f"--seed={seed}")
   shown = {
     name: [cell.strip() for cell in cells]
-    for line in re.findall(r"^\| (float.*)\|$", README, re.M)
+    for line in re.findall(r"^\| (b?float.*)\|$", README, re.M)
     for name, *cells in [line.split(" |")]
   }
   assert rows.keys() == shown.keys()
-  for name, cells in rows.items():
-    assert float(cells[0]) == pytest.approx(float(shown[name][0]), abs=2e-4)
-    assert float(cells[1]) == pytest.approx(float(shown[name][1]), abs=0.03)
-  applied, skipped, scale = shown["float16, dynamic"][2:]
-  assert abs(int(rows["float16, dynamic"][2]) - int(applied)) <= 2
-  assert int(applied) + int(skipped) == 200
-  assert abs(int(rows["float16, dynamic"][4][2:]) - int(scale[2:])) <= 2
+  float32, alone, scaled, bfloat16 = (x[:2] for x in rows.values())
+  for other in (scaled, bfloat16):
+    assert float(other[0]) == pytest.approx(float(float32[0]), abs=1e-4)
+    assert float(other[1]) == pytest.approx(float(float32[1]), abs=0.02)
+    assert float(other[1]) > 0.45
+  assert float(alone[1]) < 0.05
+  assert rows["float16 with loss scaling"][3].startswith("2^")
+  if seed == 0:
+    # The digits that the page shows are the same on both ends of CI.
+    assert {x: [y for y in z if y] for x, z in shown.items()} == rows
