@@ -312,7 +312,7 @@ def test_the_headroom_is_that_of_each_leafs_computation():
     found = stats.headroom(ols.saturated(dtype))
     expected = {"w/0": limits[0] - 1, "w/1": limits[1] - 60}
     assert found == pytest.approx(expected, rel=1e-12)
-  with pytest.raises(ValueError, match="prefix of .* got none for .* 'w/1'"):
+  with pytest.raises(ValueError, match="prefix of .* got none for .* 'w/0'"):
     stats.headroom(ols.nonfinite({"w": {"0": None}, "w/": None}))
   with pytest.raises(TypeError, match="`check` must be made by"):
     stats.headroom(jnp.float16)
