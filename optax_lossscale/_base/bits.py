@@ -131,7 +131,7 @@ def amax(arrays: Sequence[jax.Array], *, in_order: bool = True) -> jax.Array:
 def within(x: jax.Array, largest: float, *terms: jax.Array) -> jax.Array:
   """Returns x, at most `largest` away from 0 unless a term is not finite.
 
-  The terms are what x was computed from, by default x itself.
+  `terms` are the operands of x, by default x itself.
   """
   is_finite = functools.reduce(
     jnp.logical_and, map(jnp.isfinite, terms or (x,))
@@ -140,7 +140,7 @@ def within(x: jax.Array, largest: float, *terms: jax.Array) -> jax.Array:
 
 
 def update_to(goal: jax.Array, param: jax.Array, dtype: DTypeLike) -> jax.Array:
-  """Returns the update by which a parameter comes nearest to another number.
+  """Returns the update that takes a parameter nearest to a goal.
 
   Within a factor of two of the parameter the sum is that number. No update is
   longer than the largest number of the dtype, so the way from one end of the
@@ -164,10 +164,10 @@ def update_to(goal: jax.Array, param: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def reaching(update: jax.Array, param: jax.Array) -> jax.Array:
-  """Returns the update, in the dtype of a narrow parameter, to a wide sum.
+  """Narrows a wide update so that the new parameter is close to the wide sum.
 
-  The sum of a parameter in float16 and this update is the float16 nearest to
-  their sum in float32, or near to it, and finite if both of them are.
+  Near the parameter the new one is the wide sum rounded to the narrow dtype.
+  It is finite if the parameter and the update are.
   """
   wide = rounded(param.astype(update.dtype), param.dtype)
   largest = float(jnp.finfo(param.dtype).max)

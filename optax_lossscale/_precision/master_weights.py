@@ -100,8 +100,8 @@ def master_weights(
   are. With bfloat16 that is every bit of float32. With float16 it is too above
   2**-17, and below it the master is a multiple of 2**-40. If no update leads to
   the number nearest to a master, the master itself stops at the nearest value
-  that the remainder can hold, less than 1 % of the update away; an update that
-  would have to be larger than the largest value stops where that one leads.
+  that the remainder can hold, less than 1 % of the update away. No update is
+  larger than the largest value, so the rest of a longer way is lost.
 
   A parameter stops at the largest value of its dtype, and so does the master,
   unless it is a copy. Finite masters and updates never make a parameter inf.

@@ -342,14 +342,14 @@ def find_state(opt_state: object, path: str | None = None) -> LossScalingState:
 
 
 def find_run(opt_state: object, path: str | None = None) -> LossScalingState:
-  """Returns the only state, as `find_state`; raises if it is of many runs."""
+  """Returns the only state, or raises, also if it is a stack of states."""
   state = find_state(opt_state, path)
   refuse_stack("opt_state", state.skipped_steps)
   return state
 
 
 def refuse_stack(name: str, scalar: object) -> None:
-  """Raises if what is a scalar in a state belongs to a stack of states."""
+  """Raises if a scalar of a state has a shape, as in a stack of states."""
   if shape := getattr(scalar, "shape", ()):
     raise ValueError(
       f"`{name}` must be the state of one run, got a stack of shape {shape}, "
@@ -392,7 +392,7 @@ def get_loss_scale(
 def read_scale(
   name: str, opt_state: optax.OptState, path: str | None = None
 ) -> jax.Array:
-  """Returns S; `name` is the argument that holds it, or is it."""
+  """Returns S from the argument `name`, a state or S itself."""
   if not isinstance(opt_state, SCALES):
     require_states(opt_state, name)
     state = find_state(opt_state, path)
