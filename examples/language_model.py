@@ -166,7 +166,7 @@ def main(argv=None):
     draw(results, beside)
     beside.replace(arguments.figure)
     print(f"\nPicture: {arguments.figure}")
-  print("\nNext: wrap your own optimizer, as README.md shows under 'Use it'.")
+  print("\nNext: your own step, with docs/first_hour.md.")
 
 
 if __name__ == "__main__":

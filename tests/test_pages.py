@@ -4,9 +4,10 @@ import ast
 import json
 import re
 
+import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
-import numpy as np
+import optax
 import pytest
 
 import optax_lossscale as ols
@@ -16,15 +17,9 @@ from tests import documents
 DOCS = documents.ROOT / "docs"
 
 
-def test_the_lines_on_the_front_page_are_a_step():
-  with documents.reading("index.md") as page:
-    start = page["params"]
+def test_the_first_hour_prints_what_the_page_shows():
+  with documents.reading("docs/first_hour.md") as page:
     page.run()
-    expected = page["loss_fn"](start, page["batch"])
-    np.testing.assert_allclose(page["loss"], expected, rtol=1e-3)
-    # Adam's first step is its rate.
-    step = jnp.abs(page["params"]["w"] - start["w"])
-    np.testing.assert_allclose(step, 1e-3, rtol=1e-2)
 
 
 def test_gradient_error_is_measured_as_the_page_shows():
@@ -49,6 +44,21 @@ def test_bfloat16_parameters_learn_what_the_page_shows(tmp_path):
   plt.savefig(picture, dpi=110)
   plt.close("all")
   documents.assert_shows(picture, within=0.001)
+
+
+def test_each_way_to_keep_bfloat16_parameters_takes_the_bytes_of_the_page():
+  page = documents.read("docs/guides/sixteen_bit_parameters.md")
+  ways = re.findall(r"^\| `(ols\..*?)` \| (.*?) \|", page, re.MULTILINE)
+  assert len(ways) == 4
+  params = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+  for code, shown in ways:
+    tx = eval(code, {"ols": ols, "inner": optax.adam(1e-3)})
+    state = jax.tree.leaves(jax.eval_shape(tx.init, params))
+    each = sum(x.size * x.dtype.itemsize for x in state) / params.size
+    first, *others = map(int, re.findall(r"\d+", shown))
+    # "2 + 4" is the parameter and what is added to its moments of 8 bytes.
+    expected = 8 + others[0] if "+" in shown else first
+    assert each == pytest.approx(expected, abs=1e-3), code
 
 
 def pages_with_code():

@@ -114,7 +114,7 @@ def checked(step, *args, **kwargs):
   # One remedy is enough for one mistake.
   if wrong[0].name in ("scale", "arguments"):
     assert not any(x.remedy for x in wrong[1:] if x.name == "invariance")
-  with pytest.raises(ValueError, match="The step is wrong"):
+  with pytest.raises(ValueError, match="this step is wrong"):
     report.raise_if_wrong()
   texts = [f"{x.name}: {x.text} {x.remedy}" for x in wrong]
   return {CHECKED: texts[0], SEEN: "\n".join(texts), **refuted(report)}
@@ -240,7 +240,7 @@ def a_mean_over_an_axis_that_is_not_named():
   # By now it is compiled, and a step that only warns is not called right.
   report, again = listen(ols.instruments.check_step, step, *args)
   assert again == [text] == [*report.warnings] and not report.ok
-  assert str(report).startswith("The step is not certain.")
+  assert str(report).startswith("The loss scaling of this step is not certain.")
   assert f"WiringWarning: {text[:40]}" in str(report)
   return {TRACED: text}
 

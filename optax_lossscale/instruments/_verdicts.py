@@ -195,6 +195,7 @@ _REPORT = (
   "But the law was proved: please report this step as a bug of check_step, "
   "unless it reads random numbers or files of the host."
 )
+_PROVED = "right, for all values"
 # In the order of a report.
 _LAWS = ("scale", "arguments", "invariance", "skip", "precision")
 
@@ -286,7 +287,7 @@ class StepReport:
     verdicts = {law.verdict for law in self.laws if law.name != "precision"}
     is_proved = "proved" in verdicts <= {"proved", "not applied"}
     if self.ok and is_proved and self.deterministic:
-      found = "right, for all values"
+      found = _PROVED
     if self.ok and "rounding" in verdicts:
       found = "right, as far as rounding can tell"
     if self.ok and any(law.text == _ALL_WIDE[1] for law in self.laws):
@@ -297,9 +298,16 @@ class StepReport:
       f"{x} {y}" if y == IN_PLACE else f"{x} from output {y or 0}"
       for x, y in self.next_values.items()
     ]
+    head = f"The loss scaling of this step is {found}."
+    shown, assumptions = self.laws, self.assumptions
+    # Whoever asks has the proof in `laws`; a right step needs no more words.
+    if found == _PROVED:
+      head += f" {self.laws[-1].text}"
+      shown = tuple(x for x in self.laws[:-1] if x.verdict != "proved")
+      assumptions = ()
     lines = [
-      f"The step is {found}.",
-      *map(_in_words, self.laws),
+      head,
+      *map(_in_words, shown),
       *(f"WiringWarning: {x}" for x in self.warnings),
     ]
     if pairs:
@@ -312,10 +320,10 @@ class StepReport:
       lines.append(f"The step overflows at its S; it ran at {at}.")
     if not self.deterministic:
       lines.append("Two runs with the same S differ.")
-    if self.assumptions:
+    if assumptions:
       lines.append(
-        f"The proof assumes that {len(self.assumptions)} functions of the "
-        f"library do what they promise: {', '.join(self.assumptions)}."
+        f"The proof assumes that {len(assumptions)} functions of the library "
+        f"do what they promise: {', '.join(assumptions)}."
       )
     return "\n".join(
       textwrap.fill(line, 80, subsequent_indent="  ") for line in lines
@@ -614,4 +622,4 @@ def precision_law(jaxpr: core.Jaxpr) -> tuple[Law, bool]:
   if not works:
     return Law("precision", *_ALL_WIDE), loses
   listed = ", ".join(sorted(x.name for x in works))
-  return Law("precision", "exact", f"Operations work in {listed}."), loses
+  return Law("precision", "exact", f"It computes in {listed}."), loses

@@ -258,7 +258,9 @@ def test_a_step_is_proved(options):
     return optax.apply_updates(params, updates), state, loss
 
   found = ols.instruments.check_step(step, W, tx.init(W), X)
-  assert str(found).startswith("The step is right, for all values.")
+  assert str(found).startswith(
+    "The loss scaling of this step is right, for all values."
+  )
 
 
 # Which products.

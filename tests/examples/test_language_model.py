@@ -1,4 +1,4 @@
-"""The program shows what the page of the examples says of it."""
+"""The program shows what the README says of it."""
 
 import importlib.util
 import itertools
@@ -11,7 +11,7 @@ import pytest
 from tests import documents
 
 PATH = documents.ROOT / "examples" / "language_model.py"
-README = documents.read("examples/README.md")
+README = documents.read("README.md")
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_float16_alone_learns_nothing_and_with_loss_scaling_as_float32(
   assert rows.keys() == shown.keys()
   float32, alone, scaled, bfloat16 = (x[:2] for x in rows.values())
   for other in (scaled, bfloat16):
-    assert float(other[0]) == pytest.approx(float(float32[0]), abs=1e-4)
+    assert float(other[0]) == pytest.approx(float(float32[0]), abs=1.5e-4)
     assert float(other[1]) == pytest.approx(float(float32[1]), abs=0.02)
     assert float(other[1]) > 0.45
   assert float(alone[1]) < 0.05

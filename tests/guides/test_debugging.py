@@ -41,9 +41,13 @@ def test_shapes_are_enough_for_a_large_model_and_name_a_wrong_line(capsys):
   text = documents.section(PAGE, "Shapes are enough")
   runpy.run_path(str(path), run_name="__main__")
   right, wrong = re.findall(
-    r"^The step .*?^(?=$)", capsys.readouterr().out, re.DOTALL | re.MULTILINE
+    r"^The loss scaling .*?^(?=$)",
+    capsys.readouterr().out,
+    re.DOTALL | re.MULTILINE,
   )
-  assert right.startswith("The step is right, for all values.")
+  assert right.startswith(
+    "The loss scaling of this step is right, for all values."
+  )
   assert documents.blocks(text, "text") == [wrong]
 
   tx = ols.loss_scaling(optax.adam(1e-3), ols.DynamicLossScale())

@@ -242,7 +242,9 @@ def test_a_step_that_reads_a_number_is_run_and_fails_with_shapes():
   assert "prove" not in str(report).lower()
   assert verdicts(report)["precision"] == "not applied"
   assert "JAX cannot trace the step (Concretization" in str(report)
-  assert str(report).startswith("The step is right, but jit cannot compile it.")
+  assert str(report).startswith(
+    "The loss scaling of this step is right, but jit cannot compile it."
+  )
   with pytest.raises(jax.errors.ConcretizationTypeError) as raised:
     proved(step, *args)
   assert "must be given arrays" in raised.value.__notes__[-1]

@@ -17,6 +17,7 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale.instruments import _check_step
 from optax_lossscale.instruments import _proof
+from tests import documents
 from tests import optimizers
 from tests import support
 from tests.instruments.steps import ADAM
@@ -184,18 +185,20 @@ def test_a_right_step_is_proved(program):
 
 def test_the_report_names_the_next_values_and_what_is_below_float32():
   report = check(*step_of())
-  assert str(report).startswith(
-    "The step is right, for all values, but nothing in it works below "
-    "float32.\n"
+  assert documents.one_line(report).startswith(
+    "The loss scaling of this step is right, for all values, but nothing in it "
+    "works below float32. scale (proved): "
   )
   assert report.next_values == {"params": "0", "opt_state": "1"}
   assert verdicts(report)["precision"] == "not applied"
   assert "autocast" in said(report, "precision")
   report = check(*step_of(loss_fn=half_loss_fn))
   assert_proved(report)
-  assert str(report).startswith("The step is right, for all values.\n")
-  assert "work in float16." in said(report, "precision")
-  assert "The proof assumes that 5 functions" in str(report)
+  assert str(report).startswith(
+    "The loss scaling of this step is right, for all values.\n"
+  )
+  assert "computes in float16." in said(report, "precision")
+  assert len(report.assumptions) == 5
 
 
 def test_a_program_may_forbid_transfers_and_nan_and_donate_its_arguments():
@@ -270,7 +273,9 @@ def test_a_precision_schedule_is_right_before_and_after_its_switch(
   state = schedule.init()._replace(low=jnp.asarray(low))
   args = step, PARAMS, SGD.init(PARAMS), state, BATCH
   report = check(*args)
-  assert report.ok and str(report).startswith("The step is right, for all")
+  assert report.ok and str(report).startswith(
+    "The loss scaling of this step is right, for all"
+  )
   assert ("In runs: The step sets this S aside" in said(report, "scale")) != low
   request.getfixturevalue("runs_alone")
   report = check(*args)
