@@ -148,7 +148,7 @@ def every_searched_name_is_found(app: Sphinx, failed: Exception | None) -> None:
     return
   text = path.read_text().removeprefix("Search.setIndex(").removesuffix(")")
   index, lang = json.loads(text), app.builder.indexer.lang
-  searched = tomllib.loads((ROOT / "docs" / "names.toml").read_text())
+  searched = tomllib.loads((ROOT / "tools" / "names.toml").read_text())
   missing = []
   for page, names in searched.items():
     number = index["docnames"].index(f"docs/porting/{page}")

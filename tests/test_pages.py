@@ -59,6 +59,18 @@ def pages_with_code():
   return [path for path in paths if documents.blocks(documents.read(path))]
 
 
+def test_docs_has_only_pages_their_pictures_and_the_settings_of_the_site():
+  made = {"reference", "programs", "thumbnails", "__pycache__"}  # By a build.
+  others = {
+    str(path.relative_to(DOCS))
+    for path in DOCS.rglob("*")
+    if path.is_file()
+    and path.suffix not in (".md", ".png")
+    and not made & set(path.parts)
+  }
+  assert others == {"conf.py", "_static/favicon.svg", "_static/site.css"}
+
+
 @pytest.mark.parametrize("path", pages_with_code())
 def test_a_page_with_code_is_read_by_a_test(path):
   tests = documents.ROOT.glob("tests/**/test_*.py")

@@ -30,7 +30,7 @@ PAGES = {
 }
 ALL = "\n".join(PAGES.values())
 # The site's search must find these, too: docs/conf.py.
-SEARCHED = tomllib.loads(documents.read("docs/names.toml"))
+SEARCHED = tomllib.loads(documents.read("tools/names.toml"))
 # Arguments of the old lines without a counterpart in a preset.
 OTHERS = {"fp16", "--fp16", "enabled", "opt_level"}
 
