@@ -68,7 +68,10 @@ def test_docs_has_only_pages_their_pictures_and_the_settings_of_the_site():
     and path.suffix not in (".md", ".png")
     and not made & set(path.parts)
   }
-  assert others == {"conf.py", "_static/favicon.svg", "_static/site.css"}
+  static = {
+    f"_static/{name}" for name in ("favicon.svg", "scorer.js", "site.css")
+  }
+  assert others == {"conf.py", *static}
 
 
 @pytest.mark.parametrize("path", pages_with_code())
