@@ -153,6 +153,40 @@ def test_every_guide_is_in_the_table_of_guides_once_by_its_title():
   assert sorted(rows) == sorted(expected)
 
 
+def measured_cards():
+  """Returns the cards with measured figures, each by its maker and model."""
+  machines = [
+    json.loads(path.read_text())["machine"]["device"]
+    for path in documents.ROOT.glob("benchmarks/measured/*.json")
+  ]
+  return sorted({re.match(r"\w+ \w+", x)[0] for x in machines if x != "cpu"})
+
+
+def test_all_pages_say_the_same_about_where_the_library_has_run():
+  cards = " and on one ".join(measured_cards())
+  claim = f"has run on CPUs and on one {cards}"
+  texts = {
+    str(path.relative_to(documents.ROOT)): documents.one_line(path.read_text())
+    for pattern in (
+      "*.md",
+      "docs/**/*.md",
+      "benchmarks/**/*.md",
+      "examples/*.py",
+      "notebooks/*.ipynb",
+      "paper/*.typ",
+      "optax_lossscale/**/*.py",
+    )
+    for path in documents.ROOT.glob(pattern)
+  }
+  for page in ("CHANGELOG.md", "docs/checks.md"):
+    assert re.search(rf"{claim}\b(?! and)", texts[page]), f"{page}: {claim}"
+  other = re.compile(
+    r"CPUs (?:only|alone)|only on CPUs"
+    rf"|(?<!has run )on CPUs and on|has run on (?!CPUs and on one {cards}\b)"
+  )
+  assert not {k: other.findall(x) for k, x in texts.items() if other.search(x)}
+
+
 def anchors(text):
   """Returns the anchors of a page's headings and of its cells."""
   prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
