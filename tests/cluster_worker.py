@@ -1,4 +1,4 @@
-"""One process of docs/cluster.py, whose batches are bad on chosen steps.
+"""One process of examples/cluster.py, whose batches are bad on chosen steps.
 
   python -m tests.cluster_worker COORDINATOR PROCESSES PROCESS OUTPUT
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from tests import support
 
-SCRIPT = pathlib.Path(__file__).parents[1] / "docs" / "cluster.py"
+SCRIPT = pathlib.Path(__file__).parents[1] / "examples" / "cluster.py"
 # A process that hangs ends by itself, also when nobody is left to kill it.
 TIMEOUT = 240
 RULE = support.Stub(2.0**10)

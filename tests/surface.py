@@ -1,8 +1,8 @@
 """Prints the public surface: each public name with its signature or fields.
 
-The text is docs/surface.txt. Write it anew after a change of the surface:
+The text is tools/surface.txt. Write it anew after a change of the surface:
 
-  python -m tests.surface > docs/surface.txt
+  python -m tests.surface > tools/surface.txt
 """
 
 import ast
@@ -15,7 +15,7 @@ import optax_lossscale as ols
 HEAD = """\
 The public surface of optax_lossscale. It grows; what is here changes only in
 a version whose entry in CHANGELOG.md names it, except in `experimental`. The
-command that writes this file: python -m tests.surface > docs/surface.txt
+command that writes this file: python -m tests.surface > tools/surface.txt
 """
 
 

@@ -69,6 +69,21 @@ def pages_with_code():
   return [path for path in paths if documents.blocks(documents.read(path))]
 
 
+def test_docs_has_only_pages_their_pictures_and_the_settings_of_the_site():
+  made = {"reference", "programs", "thumbnails", "__pycache__"}  # By a build.
+  others = {
+    str(path.relative_to(DOCS))
+    for path in DOCS.rglob("*")
+    if path.is_file()
+    and path.suffix not in (".md", ".png")
+    and not made & set(path.parts)
+  }
+  static = {
+    f"_static/{name}" for name in ("favicon.svg", "scorer.js", "site.css")
+  }
+  assert others == {"conf.py", *static}
+
+
 @pytest.mark.parametrize("path", pages_with_code())
 def test_a_page_with_code_is_read_by_a_test(path):
   tests = documents.ROOT.glob("tests/**/test_*.py")
@@ -146,6 +161,40 @@ def test_every_guide_is_in_the_table_of_guides_once_by_its_title():
     if page.stem != "README"
   ]
   assert sorted(rows) == sorted(expected)
+
+
+def measured_cards():
+  """Returns the cards with measured figures, each by its maker and model."""
+  machines = [
+    json.loads(path.read_text())["machine"]["device"]
+    for path in documents.ROOT.glob("benchmarks/measured/*.json")
+  ]
+  return sorted({re.match(r"\w+ \w+", x)[0] for x in machines if x != "cpu"})
+
+
+def test_all_pages_say_the_same_about_where_the_library_has_run():
+  cards = " and on one ".join(measured_cards())
+  claim = f"has run on CPUs and on one {cards}"
+  texts = {
+    str(path.relative_to(documents.ROOT)): documents.one_line(path.read_text())
+    for pattern in (
+      "*.md",
+      "docs/**/*.md",
+      "benchmarks/**/*.md",
+      "examples/*.py",
+      "notebooks/*.ipynb",
+      "paper/*.typ",
+      "optax_lossscale/**/*.py",
+    )
+    for path in documents.ROOT.glob(pattern)
+  }
+  for page in ("CHANGELOG.md", "docs/checks.md"):
+    assert re.search(rf"{claim}\b(?! and)", texts[page]), f"{page}: {claim}"
+  other = re.compile(
+    r"CPUs (?:only|alone)|only on CPUs"
+    rf"|(?<!has run )on CPUs and on|has run on (?!CPUs and on one {cards}\b)"
+  )
+  assert not {k: other.findall(x) for k, x in texts.items() if other.search(x)}
 
 
 def anchors(text):

@@ -29,8 +29,8 @@ PAGES = {
   for path in sorted((documents.ROOT / "docs" / "porting").glob("*.md"))
 }
 ALL = "\n".join(PAGES.values())
-# The site's search must find these, too: docs/conf.py.
-SEARCHED = tomllib.loads(documents.read("docs/names.toml"))
+# The site's search shows these pages first: docs/conf.py.
+SEARCHED = tomllib.loads(documents.read("tools/names.toml"))
 # Arguments of the old lines without a counterpart in a preset.
 OTHERS = {"fp16", "--fp16", "enabled", "opt_level"}
 

@@ -1,4 +1,4 @@
-"""The public surface is what docs/surface.txt says, and stays small."""
+"""The public surface is what tools/surface.txt says, and stays small."""
 
 import inspect
 import pathlib
@@ -9,10 +9,10 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 def test_the_surface_is_that_of_the_contract():
-  text = (ROOT / "docs" / "surface.txt").read_text()
+  text = (ROOT / "tools" / "surface.txt").read_text()
   assert surface.text().splitlines() == text.splitlines(), (
     "a public name, signature or field has changed: if that is meant, run "
-    "python -m tests.surface > docs/surface.txt"
+    "python -m tests.surface > tools/surface.txt"
   )
 
 

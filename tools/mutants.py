@@ -1,9 +1,9 @@
 """Measures what the tests see: mutants of the package, and who tells them.
 
-  python tools/mutants.py list --seed 45 --count 120 > tools/mutants_45.txt
+  python tools/mutants.py list --seed 45 --count 120 > tools/mutants_seed_45.txt
   python tools/mutants.py cover FOLDER
-  python tools/mutants.py run tools/mutants_45.txt FOLDER [--first]
-  python tools/mutants.py report tools/mutants_45.txt FOLDER
+  python tools/mutants.py run tools/mutants_seed_45.txt FOLDER [--first]
+  python tools/mutants.py report tools/mutants_seed_45.txt FOLDER
 
 A mutant is the package with one small defect. `list` picks them by a seed, and
 spreads them over the packages by lines of code. `cover` runs each file of tests

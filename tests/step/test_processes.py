@@ -1,4 +1,4 @@
-"""docs/cluster.py on several processes, also when some of them overflow."""
+"""examples/cluster.py on several processes, also when some of them overflow."""
 
 import concurrent.futures
 import contextlib
@@ -114,7 +114,7 @@ def test_a_bad_option_ends_in_one_line(words, message, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_script_runs_from_the_command_line():
-  script = (*PYTHON, "docs/cluster.py", "--steps", "40", "--processes", "2")
+  script = (*PYTHON, "examples/cluster.py", "--steps", "40", "--processes", "2")
   with coordinator() as address:
     first, second = run(
       [(*script, "--coordinator", address, "--process", i) for i in "01"]
@@ -128,4 +128,5 @@ def test_the_script_runs_from_the_command_line():
   for step, _, applied, skipped in lines:
     assert int(applied) + int(skipped) == int(step)
   assert float(lines[1][1]) < float(lines[0][1])
+  assert first.endswith("\nNext: docs/guides/devices.md\n")
   assert "step" not in second

@@ -1,6 +1,6 @@
 """Opens every page of the built site in a browser and says what is wrong.
 
-  .venv/bin/python docs/try_in_browser.py site [--screenshots FOLDER]
+  .venv/bin/python tools/try_in_browser.py site [--screenshots FOLDER]
 
 Each page is opened at the width of a desktop and at that of a phone. A message
 of error in the console, a request that fails or goes to another host, and a
