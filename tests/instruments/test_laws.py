@@ -194,8 +194,9 @@ def test_the_report_names_the_next_values_and_what_is_below_float32():
   assert "autocast" in said(report, "precision")
   report = check(*step_of(loss_fn=half_loss_fn))
   assert_proved(report)
-  assert str(report).startswith(
-    "The loss scaling of this step is right, for all values.\n"
+  assert str(report) == (
+    "The loss scaling of this step is right, for all values. It computes in "
+    "float16.\nNext values: params from output 0, opt_state from output 1."
   )
   assert "computes in float16." in said(report, "precision")
   assert len(report.assumptions) == 5
