@@ -247,10 +247,10 @@ def toctree(pages: Iterable[str]) -> str:
 
 def on_the_site(folder: str, link: str) -> str:
   """Returns where a relative link leads: to a page, or to the source."""
-  path, _, anchor = link.partition("#")
+  path = link.partition("#")[0]
   target = posixpath.normpath(posixpath.join(folder, path))
   if target == "README.md":
-    return f"/docs/{'first_step' if anchor == 'use-it' else 'install'}.md"
+    return "/index.md"  # It includes what the README shows.
   if target.endswith((".md", ".ipynb", ".png")):
     return link
   return f"{URLS['Source']}/tree/main/{target}"
