@@ -129,6 +129,14 @@ def test_what_is_stored_was_run_in_order_without_errors_and_warnings(path):
 
 
 @each_notebook
+def test_a_notebook_reads_neither_the_interpreter_nor_files(path):
+  """Otherwise its numbers hold for one release of Python, or one machine."""
+  code = "\n".join(x.source for x in code_cells(nbformat.read(path, 4)))
+  modules = "inspect|os|pathlib|platform|sys|sysconfig"
+  assert not re.findall(rf"^ *(?:import|from) +(?:{modules})\b", code, re.M)
+
+
+@each_notebook
 def test_a_notebook_opens_in_colab_and_installs_the_library_there(
   path, monkeypatch, tmp_path
 ):

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import os
+import pathlib
+import platform
 import shlex
 import time
 
@@ -42,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
   # Read when JAX first computes something.
   os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"
   workloads = {name: make() for name, make in WORKLOADS.items()}
+  for name, _ in _missing(workloads, arguments):
+    _refuse_other_sources(name, workloads[name], arguments.rows)
   for name, setting in _missing(workloads, arguments):
     _train(name, workloads[name], setting, arguments)
   rows = {name: results.load(arguments.rows, name) for name in workloads}
@@ -66,6 +70,21 @@ def _missing(
       # Looked up late, since another process may have trained it meanwhile.
       if not results.path(arguments.rows, name, setting).exists():
         yield name, setting
+
+
+def _refuse_other_sources(
+  name: str, workload: workload_lib.Workload, folder: pathlib.Path
+) -> None:
+  """Exits if another Python, whose sources differ, made a workload's rows."""
+  own = f"Python {platform.python_version()}"
+  for row in results.load(folder, name).values():
+    theirs = row.about["versions"].partition(",")[0]
+    if workload.on_sources and theirs != own:
+      command.Parser("truth").error(
+        f"{name} trains on the sources of {own}, but its rows in {folder} were "
+        f"made with those of {theirs}; use {theirs}, or --rows with an empty "
+        "folder"
+      )
 
 
 def _train(

@@ -111,6 +111,7 @@ def make_workload(
     rate=3e-3,
     steps=steps,
     sixteen_bit=sixteen_bit,
+    on_sources=True,
   )
 
 

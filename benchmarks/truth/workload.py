@@ -44,6 +44,8 @@ class Workload:
   # Train with parameters in bfloat16 too, and with other products.
   sixteen_bit: bool = False
   betas: tuple[float, float] = (0.9, 0.999)
+  # Whether the data are the sources of the Python that trains.
+  on_sources: bool = False
 
   @property
   def optimizer(self) -> optax.GradientTransformation:

@@ -47,7 +47,7 @@ def init(key):
 HELD_OUT = draw(jax.random.key(9), None)
 
 
-def make_tiny(*, full=True, size=1.0, sixteen_bit=False):
+def make_tiny(*, full=True, size=1.0, sixteen_bit=False, on_sources=False):
   return workload_lib.Workload(
     description="A tiny network",
     elements=8,
@@ -61,6 +61,7 @@ def make_tiny(*, full=True, size=1.0, sixteen_bit=False):
     steps=STEPS,
     full=full,
     sixteen_bit=sixteen_bit,
+    on_sources=on_sources,
   )
 
 
@@ -173,7 +174,8 @@ def test_remainders_miss_masters_where_updates_are_as_large_as_weights():
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
   """One tiny workload, and a function that runs the command on a folder."""
-  made = {"tiny": functools.partial(make_tiny, full=False, sixteen_bit=True)}
+  arguments = {"full": False, "sixteen_bit": True, "on_sources": True}
+  made = {"tiny": functools.partial(make_tiny, **arguments)}
   monkeypatch.setattr(command, "WORKLOADS", made)
   monkeypatch.setattr(results, "FOLDER", tmp_path / "rows")
 
@@ -216,6 +218,20 @@ def test_a_row_is_trained_once_and_the_tables_go_to_the_page(
   assert text.endswith(f"|\n\n{end}\nafter")
   repository("--appendix", str(tmp_path))
   assert page.read_text() == text
+
+
+def test_the_sources_of_another_python_make_no_rows_beside_the_recorded_ones(
+  repository, capsys, tmp_path
+):
+  """Rows of one workload are compared, so their data must be the same."""
+  about = {"versions": "Python 3.11.99, jax 0.12.0"}
+  file = results.path(tmp_path / "rows", "tiny", "float32")
+  results.write(file, about, [training.Point(0, STEPS, 1.0, 0, 1.0)])
+  with pytest.raises(SystemExit) as exited:
+    repository("--only", "tiny/float16")
+  assert exited.value.code == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert "made with those of Python 3.11.99" in line
 
 
 REFERENCE = [1.0, 1.2, 0.8, 1.1, 0.9]
@@ -280,6 +296,8 @@ def test_the_pages_show_the_recorded_rows():
   shown = cells_of(page)
   for name, workload in made.items():
     assert f"(images/{name}.png)" in appendix
+    on_sources = "Python's sources" in workload.description
+    assert workload.on_sources == on_sources
     score = f"{name}: {workload.score_name}"
     cells, error = found[score], found[f"{name}, last step"]
     means = [cells[i].split()[0] for i in (0, 2, 4)]

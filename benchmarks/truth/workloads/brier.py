@@ -58,4 +58,5 @@ def make() -> workload.Workload:
     matters=0.01,
     rate=5e-3,
     steps=200,
+    on_sources=True,
   )
