@@ -20,6 +20,7 @@ import typing as _typing
 
 from optax_lossscale import presets
 from optax_lossscale._autocast.autocast import autocast
+from optax_lossscale._autocast.marks import cast_inputs
 from optax_lossscale._base.other_systems import of_name as _of_name
 from optax_lossscale._base.wiring import WiringWarning
 from optax_lossscale._precision.master_weights import master_weights
@@ -76,6 +77,7 @@ __all__ = [
   "WiringWarning",
   "accumulate",
   "autocast",
+  "cast_inputs",
   "get_loss_scale",
   "get_policy",
   "loss_scale_metrics",

@@ -6,6 +6,7 @@ is then evaluated in mixed precision, like the function itself.
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import contextlib
 import functools
 import itertools
 from typing import Any
@@ -22,6 +23,8 @@ from optax_lossscale._jaxpr.interpreter import Array
 
 _Values = Sequence[_value.Value]
 _EvaluateRule = Callable[[core.Jaxpr, _Values], _Values]
+# Lowers the marked functions that a rule calls while it is recorded.
+_Lowering = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 class Function:
@@ -51,7 +54,10 @@ class Function:
 
 
 def keep_jvp(
-  equation: core.JaxprEqn, itself: Function, evaluate_rule: _EvaluateRule
+  equation: core.JaxprEqn,
+  itself: Function,
+  evaluate_rule: _EvaluateRule,
+  lowering: _Lowering,
 ) -> Callable[..., list[Array]]:
   """Returns the function of a `jax.custom_jvp`, with its derivative rule."""
   types: list[Any] = [atom.aval for atom in equation.invars]
@@ -64,7 +70,8 @@ def keep_jvp(
     zero = jax.custom_derivatives.SymbolicZero
     moving = [not isinstance(x, zero) and _is_float(x) for x in tangents]
     places = [i for i, x in enumerate(moving) if x]
-    jaxpr = _record_tangents(equation, types, places)
+    with lowering():
+      jaxpr = _record_tangents(equation, types, places)
     dtypes = [x.dtype for x in itself.outputs]
     outputs = evaluate_rule(
       jaxpr,
@@ -86,15 +93,20 @@ def keep_jvp(
 
 
 def keep_vjp(
-  equation: core.JaxprEqn, itself: Function, evaluate_rule: _EvaluateRule
+  equation: core.JaxprEqn,
+  itself: Function,
+  evaluate_rule: _EvaluateRule,
+  lowering: _Lowering,
 ) -> Callable[..., list[Array]]:
   """Returns the function of a `jax.custom_vjp`, with its derivative rule."""
   types: list[Any] = [atom.aval for atom in equation.invars]
   is_input = [_is_float(x) for x in types]
   is_output = [_is_float(variable.aval) for variable in equation.outvars]
-  recorded = functools.cache(
-    lambda: _record_forward(equation, types, is_input, is_output)
-  )
+
+  @functools.cache
+  def recorded() -> tuple[core.Jaxpr, Sequence[jax.ShapeDtypeStruct], object]:
+    with lowering():
+      return _record_forward(equation, types, is_input, is_output)
 
   def forward(*arguments: Array) -> tuple[list[Array], list[Array]]:
     jaxpr, _, _ = recorded()
@@ -106,7 +118,8 @@ def keep_vjp(
   def backward(
     kept: Sequence[Array], cotangents: Sequence[Array]
   ) -> tuple[Array | None, ...]:
-    jaxpr, dtypes = _record_backward(*recorded()[1:], is_output)
+    with lowering():
+      jaxpr, dtypes = _record_backward(*recorded()[1:], is_output)
     arguments = [*kept, *itertools.compress(cotangents, is_output)]
     results = iter(
       evaluate_rule(jaxpr, list(map(_value.Value, arguments, dtypes)))

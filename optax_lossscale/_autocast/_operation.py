@@ -115,6 +115,9 @@ def _convert(equation: core.JaxprEqn, inputs: _Values) -> _Values:
     kind = _Kind.GIVEN if is_mask else _Kind.STATISTIC
     (output,) = _bind(equation, [x.array], kind)
     return [dataclasses.replace(output, is_mask=is_mask)]
+  if scopes.mark_on(equation) == scopes.RESTORED:
+    # The program sees float32 again, and operations follow the lower dtype.
+    return [dataclasses.replace(x, written=dtype, kind=_Kind.COMPUTED)]
   if x.written == dtype:
     return [x]
   with interpreter.context(equation):

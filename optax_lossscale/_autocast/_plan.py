@@ -70,8 +70,6 @@ class Plan:
   inputs: Sequence[Use] = ()
 
 
-# The reason for an operation that `autocast` cannot look into.
-UNKNOWN = "unknown operation"
 # Primitives that hold a jaxpr but count as one operation, because their jaxpr
 # only combines two numbers.
 _COMBINING = operation_table.names("""
@@ -117,13 +115,19 @@ def _decide(jaxpr: core.Jaxpr, recipe: levels.Recipe, scope: str) -> Plan:
     inside = recipe
     if calls.form(equation) is calls.Form.CUSTOM_JVP:
       inside = recipe.for_jvp_rule()
+    marked = scopes.mark_on(equation) not in ("", scopes.RESTORED)
     bodies = [
       _decide(body.jaxpr, inside, where)
       for body in calls.castable_bodies(equation)
+      if not marked
     ]
     decision = None if bodies else recipe.decide(name, where)
     has_product = any(step.has_product for x in bodies for step in x.steps)
-    if decision is not None and not _only_moves(equation, name):
+    if marked:
+      # A kernel is for products, even if it hides them.
+      written = levels.Decision(_Treatment.WRITTEN, recipe.dtype)
+      decision, has_product = written._replace(is_marked=True), True
+    elif decision is not None and not _only_moves(equation, name):
       has_product = decision.treatment is _Treatment.WHITE or (
         name in levels.PRODUCTS
         and decision.treatment in (_Treatment.LOW, _Treatment.LOW_BUT_NORMS)
@@ -206,8 +210,10 @@ def _plan_operation(
 ) -> Step:
   after = functools.reduce(operator.or_, step.outputs, Use())
   use, in_float32 = _use_inputs(equation, step, decision, after)
-  if _is_unknown(equation):
-    decision = decision._replace(treatment=_Treatment.WRITTEN, why=UNKNOWN)
+  if _is_unknown(equation) and not decision.is_marked:
+    decision = decision._replace(
+      treatment=_Treatment.WRITTEN, why=levels.OPAQUE
+    )
   elif in_float32 and not decision.is_override:
     why = "no product follows"
     if after.leads_to_product:

@@ -20,6 +20,7 @@ from optax_lossscale._autocast import _operation
 from optax_lossscale._autocast import _plan
 from optax_lossscale._autocast import _value
 from optax_lossscale._autocast import levels
+from optax_lossscale._autocast import marks
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import scopes
@@ -57,7 +58,7 @@ class MixedProgram:
       if step.decision is None:
         evaluate_call = _CALLS.get(calls.form(equation), _evaluate_in_place)
         return evaluate_call(_Call(self, equation, step, inputs))
-      if step.decision.why == _plan.UNKNOWN:
+      if step.decision.why == levels.OPAQUE:
         where = f" in {step.scope}" if step.scope else ""
         self.unknown.add(f"{step.name}{where}")
       with scopes.note(step.decision.why):
@@ -126,8 +127,10 @@ def _keep_rule(of: _Call) -> _Values:
     return program.evaluate(jaxpr, plan, inputs)
 
   itself = _as_function(of)
+  lowering = functools.partial(marks.lowering, program.recipe)
   with interpreter.inside(equation):
-    arrays = keep(equation, itself, evaluate_rule)(*_value.get_arrays(inputs))
+    function = keep(equation, itself, evaluate_rule, lowering)
+    arrays = function(*_value.get_arrays(inputs))
   return _value.with_arrays(itself.outputs, arrays)
 
 

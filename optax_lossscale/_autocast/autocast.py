@@ -16,8 +16,8 @@ from optax_lossscale._autocast import _program
 from optax_lossscale._autocast import _value
 from optax_lossscale._autocast import full_precision
 from optax_lossscale._autocast import levels
+from optax_lossscale._autocast import marks
 from optax_lossscale._base import arguments
-from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._jaxpr import scopes
 
@@ -174,7 +174,7 @@ def autocast(
   @functools.wraps(fun)
   def autocast_fun(*args: _P.args, **kwargs: _P.kwargs) -> _R:
     full_precision.refuse_autocast()
-    recording = interpreter.record(fun, args, kwargs)
+    recording = marks.record(recipe, fun, args, kwargs)
     jaxpr = recording.jaxpr
     operations_of_fun = {
       (scope, operation_table.name_of(equation))

@@ -75,6 +75,8 @@ PROMOTING = operation_table.names("add add_any concatenate")
 NORM_SCOPES = ("*Norm*", "*norm*")
 LOSS_SCOPES = ("*Loss*", "*loss*", "*cross_entropy*")
 
+# The reason for an operation that `autocast` cannot look into.
+OPAQUE = "opaque, see ols.cast_inputs"
 # How the reason for a product in 16 bits begins.
 NOT_FLOAT8 = "not float8: "
 
@@ -191,6 +193,8 @@ class Decision(NamedTuple):
   why: str = ""
   # Those of a product, unless they are what JAX makes of the dtype.
   formats: Formats | None = None
+  # True if the operation is part of a function that `cast_inputs` marks.
+  is_marked: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,6 +224,11 @@ class Recipe:
         *(x for _, x in self.overrides if x is not None and not is_float8(x)),
       ]
     )
+
+  @property
+  def dtype_of_marked(self) -> np.dtype:
+    """The dtype of a marked function that no override matches."""
+    return self.dtype if self.level.lowers_products else FLOAT32
 
   @property
   def is_idle(self) -> bool:

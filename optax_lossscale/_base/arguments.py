@@ -405,11 +405,11 @@ class Places(NamedTuple):
 
 def find_places(argnums: object, batch_argnums: object, count: int) -> Places:
   """Resolves `argnums` and `batch_argnums`, negative ones too, to positions."""
-  differentiated = _positions("argnums", argnums, count)
+  differentiated = positions("argnums", argnums, count)
   if batch_argnums is None:
     batched = tuple(i for i in range(count) if i not in differentiated)
   else:
-    batched = _positions("batch_argnums", batch_argnums, count)
+    batched = positions("batch_argnums", batch_argnums, count)
   both = sorted({*differentiated} & {*batched})
   if both:
     raise ValueError(
@@ -435,7 +435,8 @@ def like_argnums(argnums: object, values: tuple[Any, ...]) -> Any:
   return values if isinstance(argnums, (tuple, list)) else values[0]
 
 
-def _positions(name: str, argnums: object, count: int) -> tuple[int, ...]:
+def positions(name: str, argnums: object, count: int) -> tuple[int, ...]:
+  """Resolves `argnums`, negative ones too, to some of `count` positions."""
   numbers = tuple(
     check_integer(name, number, unit="") for number in argnums_as_tuple(argnums)
   )

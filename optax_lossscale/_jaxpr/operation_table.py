@@ -99,6 +99,10 @@ def moves(equation: core.JaxprEqn) -> bool:
   return name in MOVES
 
 
+# Kernels and calls whose operations JAX does not know, and how others begin.
+OPAQUE = names("ffi_call io_callback pallas_call pure_callback")
+_OPAQUE_STARTS = ("cudnn_", "dot_product_attention_", "scaled_matmul")
+
 # The names that `name_of` returns for the primitives that JAX exports.
 NAMES = frozenset(
   getattr(primitives, attribute).name
@@ -107,6 +111,12 @@ NAMES = frozenset(
 ) | names("cube reciprocal square vecdot")
 
 _POWERS = {-1: "reciprocal", 2: "square", 3: "cube"}
+
+
+def is_opaque(equation: core.JaxprEqn) -> bool:
+  """Returns whether an equation is a kernel that nothing can look into."""
+  name = equation.primitive.name
+  return name in OPAQUE or name.startswith(_OPAQUE_STARTS)
 
 
 def name_of(equation: core.JaxprEqn) -> str:

@@ -25,6 +25,10 @@ _RECOMPUTED = "rematted_computation"
 noting = jax.make_user_context(False)
 _NOTE = re.compile(r"ols\.note: ([^/()]+)")
 
+# The mark of a conversion back from the dtype of a marked call, see `mark`.
+RESTORED = "restored"
+_MARK = re.compile(r"ols\.cast_inputs: ([^/()]+)")
+
 
 def operations(
   jaxpr: core.Jaxpr, scope: str = "", around: tuple[core.JaxprEqn, ...] = ()
@@ -56,6 +60,17 @@ def note_on(equation: core.JaxprEqn) -> str:
   return found[1] if found else ""
 
 
+def mark(text: str) -> contextlib.AbstractContextManager[object]:
+  """Marks the operations inside, which `autocast` then leaves as written."""
+  return jax.named_scope(f"ols.cast_inputs: {text}")
+
+
+def mark_on(equation: core.JaxprEqn) -> str:
+  """Returns the outermost mark on an equation, or an empty string."""
+  found = _MARK.search(str(equation.source_info.name_stack))
+  return found[1] if found else ""
+
+
 def join(scope: str, name_stack: str) -> str:
   """Returns the full scope of an equation that is inside `scope`."""
   return "/".join([*_parts(scope), *_parts(_without_repetition(name_stack))])
@@ -66,7 +81,8 @@ def _parts(name_stack: str) -> list[str]:
   count = 1
   while count:
     name_stack, count = _TRANSFORM.subn(r"\1", name_stack)
-  parts = _FUNCTION.sub("", _NOTE.sub("", name_stack)).split("/")
+  name_stack = _MARK.sub("", _NOTE.sub("", name_stack))
+  parts = _FUNCTION.sub("", name_stack).split("/")
   return [part for part in parts if part not in ("", _RECOMPUTED)]
 
 

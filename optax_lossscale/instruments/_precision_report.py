@@ -17,6 +17,7 @@ import numpy as np
 
 from optax_lossscale._autocast import levels
 from optax_lossscale._base import arguments
+from optax_lossscale._base import bits
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
@@ -89,7 +90,9 @@ def precision_report(fun: Callable[..., Any], *args: object) -> PrecisionReport:
   accumulated.
   "as written" marks operations that autocast leaves alone or does not see, such
   as the optimizer's. Conversions, moves and comparisons do not count. A product
-  counts as low precision if its result or all of its inputs are.
+  counts as low precision if its result or all of its inputs are. A kernel that
+  nothing can look into comes with the dtypes of its inputs, as in
+  "pallas_call(float16)".
 
   Args:
     fun: any function that JAX can trace, jitted or not.
@@ -133,6 +136,8 @@ def precision_report(fun: Callable[..., Any], *args: object) -> PrecisionReport:
     reasons += ["in a loop"] * any(map(calls.is_loop, around))
     reasons += ["in a branch"] * is_in_branch
     key = scope, dtype.name, ", ".join(reasons)
+    if operation_table.is_opaque(equation):
+      name += f"({', '.join(_dtypes(equation))})"
     counts.setdefault(key, collections.Counter())[name] += 1
   return PrecisionReport(dict(products), in_branches, counts)
 
@@ -141,6 +146,8 @@ def _reasons(
   equation: core.JaxprEqn, around: Sequence[core.JaxprEqn], dtype: np.dtype
 ) -> list[str]:
   """Returns why an operation has its dtype, or how it accumulates float8."""
+  if operation_table.is_opaque(equation) and "float32" in _dtypes(equation):
+    return [levels.OPAQUE]
   # Only operations that autocast may lower have a note.
   notes = map(scopes.note_on, (*around, equation))
   note = next(filter(None, notes), "") if dtype.itemsize <= 4 else ""
@@ -152,6 +159,12 @@ def _reasons(
     is_full = precision == (lax.Precision.HIGHEST,) * 2
     return ["full accumulation" if is_full else "fast accumulation"]
   return [note] if note.startswith(levels.NOT_FLOAT8) else []
+
+
+def _dtypes(equation: core.JaxprEqn) -> list[str]:
+  """Returns the float dtypes of an operation's inputs, each once."""
+  avals: list[Any] = [atom.aval for atom in equation.invars]
+  return [*dict.fromkeys(x.dtype.name for x in avals if bits.part_dtype(x))]
 
 
 def computing(

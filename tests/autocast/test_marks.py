@@ -1,0 +1,226 @@
+"""`cast_inputs`: under autocast a kernel that needs 16 bits runs in them."""
+
+import functools
+
+from flax import nnx
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from tests import support
+from tests.autocast import mixed
+from tests.autocast.programs import dtypes_of
+from tests.autocast.programs import kernel
+from tests.autocast.programs import products
+
+X = jnp.linspace(-1, 1, 32).reshape(8, 4)
+W = jnp.linspace(-0.5, 0.5, 16).reshape(4, 4)
+LOW = (jnp.float16, jnp.bfloat16)
+
+
+def refusing(*dtypes):
+  """Returns 2 * x @ w in a kernel that refuses other dtypes, as cuDNN does."""
+
+  def check(*arrays):
+    for x in arrays:
+      if x.dtype not in dtypes:
+        raise NotImplementedError(f"Q must be fp16/bf16, got {x.dtype}")
+
+  @jax.custom_vjp
+  def fused(x, w):
+    check(x, w)
+    return kernel(x @ w)
+
+  def backward(kept, cotangent):
+    x, w = kept
+    check(x, w, cotangent)
+    return 2 * cotangent @ w.T, 2 * x.T @ cotangent
+
+  fused.defvjp(lambda x, w: (fused(x, w), (x, w)), backward)
+  return fused
+
+
+def with_own_rule(fused):
+  """Returns a function whose derivative rule calls the marked one."""
+  own = jax.custom_vjp(fused)
+  own.defvjp(
+    lambda x, w: (fused(x, w), (x, w)),
+    lambda kept, y: jax.vjp(fused, *kept)[1](y),
+  )
+  return own
+
+
+def on_devices(fused, x, w):
+  mesh = support.make_mesh(data=2)
+  return jax.shard_map(
+    fused,
+    mesh=mesh,
+    in_specs=(support.SPREAD, None),
+    out_specs=support.SPREAD,
+    check_vma=False,
+  )(x, w)
+
+
+PROGRAMS = {
+  "call": lambda fused, x, w: fused(jnp.tanh(x @ w), w) @ w,
+  "jit": lambda fused, x, w: jax.jit(fused)(x, w),
+  "scan": lambda fused, x, w: lax.scan(
+    lambda x, _: (jnp.tanh(fused(x, w)), None), x, None, length=2
+  )[0],
+  "cond": lambda fused, x, w: lax.cond(x[0, 0] < 0, fused, jnp.matmul, x, w),
+  "remat": lambda fused, x, w: jax.checkpoint(fused)(x @ w, w),
+  "vmap": lambda fused, x, w: jax.vmap(fused, (0, None))(x[:, None], w),
+  "shard_map": on_devices,
+  "rule": lambda fused, x, w: with_own_rule(fused)(x, w),
+  "grad": lambda fused, x, w: jax.grad(lambda x: jnp.sum(fused(x, w) ** 2))(x),
+  "nested": lambda fused, x, w: ols.autocast(fused, dtype=jnp.float16)(x, w),
+}
+
+
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_marked_kernel_gets_16_bits_and_its_gradient_is_that_of_float32(
+  name, low
+):
+  # The inner autocast is in float16, and the outer one is not.
+  low, outer = (jnp.float16, jnp.bfloat16) if name == "nested" else (low, low)
+  marked, wide = ols.cast_inputs(refusing(low)), refusing(jnp.float32)
+  program = functools.partial(PROGRAMS[name], marked)
+  plain = functools.partial(PROGRAMS[name.replace("nested", "jit")], wide)
+  mixed_program = ols.autocast(program, dtype=outer)
+  expected = mixed.gradient(plain)(X, W)
+  mixed.assert_close(mixed.gradient(mixed_program)(X, W), expected, 0.06)
+  assert {*dtypes_of("pallas_call", mixed_program, X, W)} == {
+    jnp.dtype(low).name
+  }
+
+
+def test_nnx_and_what_follows_are_in_16_bits():
+  fused = ols.cast_inputs(refusing(jnp.float16))
+
+  def loss_fn(layer, x):
+    return jnp.sum(layer(fused(x, W) * 2))
+
+  graph, state = nnx.split(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+  # The product that follows takes the kernel's result as it is.
+  run = ols.nnx.autocast(loss_fn)
+
+  def merged(state, x):
+    return run(nnx.merge(graph, state), x)
+
+  assert products(merged, state, X) == ["float16"] * 4
+
+
+SEEN = {
+  "without autocast": (lambda f: f, "float32"),
+  "O0": (lambda f: ols.autocast(f, "O0"), "float32"),
+  "O0, an override elsewhere": (
+    lambda f: ols.autocast(f, "O0", overrides={"head": jnp.float16}),
+    "float32",
+  ),
+  "O0, an override": (
+    lambda f: ols.autocast(f, "O0", overrides={"body": jnp.float16}),
+    "float16",
+  ),
+  "O1": (ols.autocast, "float16"),
+  "O2": (lambda f: ols.autocast(f, "O2"), "float16"),
+  "O3": (lambda f: ols.autocast(f, "O3", dtype=jnp.bfloat16), "bfloat16"),
+  "OD": (lambda f: ols.autocast(f, "OD"), "float16"),
+  "an override in float32": (
+    lambda f: ols.autocast(f, overrides={"body": jnp.float32}),
+    "float32",
+  ),
+  "no override": (
+    lambda f: ols.autocast(f, "O1", overrides={"body": None}),
+    "float16",
+  ),
+  "float8": (lambda f: ols.autocast(f, dot_dtype=jnp.float8_e4m3fn), "float16"),
+  "an override in float8": (
+    lambda f: ols.autocast(f, overrides={"body": jnp.float8_e4m3fn}),
+    "float16",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_levels_and_overrides_decide_for_a_marked_function(name):
+  lowered, expected = SEEN[name]
+  fused = ols.cast_inputs(kernel)
+
+  def program(x):
+    with jax.named_scope("head"):
+      y = x @ W
+    with jax.named_scope("body"):
+      return fused(y) @ W
+
+  assert dtypes_of("pallas_call", lowered(program), X) == [expected]
+
+
+@pytest.mark.parametrize(
+  ("argnums", "bias"), [(None, "float16"), (0, "float32"), ([0, -5], "float16")]
+)
+@pytest.mark.parametrize("names", [(), ("query", "bias")])
+def test_only_chosen_floats_are_converted(argnums, bias, names):
+  found = []
+
+  def fused(query, bias, *, mask, seed, lengths, scale=1.0):
+    found.extend([query.dtype.name, bias.dtype.name])
+    assert (mask.dtype, lengths.dtype, scale) == (bool, jnp.int32, 2.0)
+    assert jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
+    return {"sum": query.sum(), "scale": scale}
+
+  given = {"mask": X > 0, "seed": jax.random.key(0), "lengths": jnp.arange(3)}
+  marked = ols.cast_inputs(fused, argnums=argnums)
+  run = functools.partial(marked, **given, scale=2.0)
+  arrays = (X, X)
+  outputs = jax.eval_shape(
+    ols.autocast(
+      lambda *xs: run(*xs[len(names) :], **dict(zip(names, xs, strict=False)))
+    ),
+    *arrays,
+  )
+  assert found == ["float16", bias] and outputs["sum"].dtype == jnp.float32
+
+
+def test_a_kernel_that_refuses_is_named():
+  fused = ols.cast_inputs(refusing(jnp.float32))
+  with pytest.raises(NotImplementedError, match="got float16") as error:
+    ols.autocast(fused)(X, W)
+  note = "`cast_inputs` marks `fused`, which got float16 under autocast."
+  assert note in error.value.__notes__
+  with jax.enable_x64(True), pytest.raises(TypeError, match="float64 in `w`"):
+    ols.autocast(fused)(X, np.float64(W))
+  assert fused(X, W).dtype == jnp.float32
+  with pytest.raises(NotImplementedError, match="got float32") as error:
+    ols.autocast(refusing(jnp.float16))(X, W)
+  assert "ols.cast_inputs(jax.nn.dot" in "".join(error.value.__notes__)
+
+
+def test_reports_know_the_dtypes_of_a_kernel():
+  tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale())
+
+  def step(params, opt_state, x):
+    # All that works below float32 is in the kernel.
+    loss_fn = ols.autocast(lambda w, x: jnp.sum(fused(x, w)), "OD")
+    grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params, x)[1]
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  def fused(x, w):
+    return doubled(x[:, :, None] * w).sum(1)
+
+  doubled = ols.cast_inputs(support.with_vjp(kernel))
+  args = W, tx.init(W), X
+  counts = ols.instruments.precision_report(step, *args).counts
+  found = {
+    (dtype, name) for (_, dtype, _), names in counts.items() for name in names
+  }
+  assert {x for x in found if "pallas" in x[1]} == {
+    ("float16", "pallas_call(float16)")
+  }
+  law = ols.instruments.check_step(step, *jax.eval_shape(lambda: args)).laws[-1]
+  assert law.text == "It computes in float16."
