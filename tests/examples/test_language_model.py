@@ -11,7 +11,7 @@ import pytest
 from tests import documents
 
 PATH = documents.ROOT / "examples" / "language_model.py"
-README = documents.read("README.md")
+README = documents.section(documents.read("README.md"), "See it work")
 
 
 @pytest.fixture
