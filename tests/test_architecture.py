@@ -65,7 +65,7 @@ GROWN: list[tuple[str, int, str]] = [
   ("cli", 72, "`doctor --on` and `doctor --make-compilers`"),
   ("_base", 156, "paths, arguments of a wrong type, JAX's switches"),
   ("_precision", 13, "parameters that stay finite, and whose they are"),
-  ("_step", 75, "stacks of states, flags of a wrong type"),
+  ("_step", 76, "stacks of states, flags of a wrong type"),
   ("instruments", 148, "paths compared as paths, S in other outputs, switches"),
   ("instruments", 25, "a right step in two lines, float16 without a rule"),
   ("__init__", 5, "names in submodules"),
