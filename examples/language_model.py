@@ -71,6 +71,7 @@ class LanguageModel(nn.Module):
 
 def train(name, text, held_out, arguments):
   """Returns the loss and S of each step, the last state, and the accuracy."""
+  run = f"Run {[*RUNS].index(name) + 1} of {len(RUNS)}, {name}"
   dtype, rule = RUNS[name]
   model = LanguageModel(dtype)
   tx = ols.loss_scaling(optax.adam(5e-3), rule)
@@ -94,7 +95,7 @@ def train(name, text, held_out, arguments):
   for step in range(1, arguments.steps + 1):
     if time.monotonic() - told > 5:
       told = time.monotonic()
-      print(f"{name}: step {step} of {arguments.steps}", flush=True)
+      print(f"{run}: step {step} of {arguments.steps}", flush=True)
     batch = windows(text, rng.integers(len(text) - CONTEXT, size=BATCH))
     scales.append(float(ols.get_loss_scale(opt_state)))
     params, opt_state, loss = train_step(params, opt_state, batch)

@@ -126,8 +126,13 @@ else:  # Type checkers would accept any name.
   def __getattr__(name: str) -> object:
     if name in _ON_DEMAND:
       return _importlib.import_module(f"{__name__}.{name}")
+    remedy = _of_name(name, __all__)
+    for module in sorted(_ON_DEMAND - {"nnx", "plot"}):
+      # Dunder names are asked for by tools, which nothing should load for.
+      if name[0] != "_" and name in __getattr__(module).__all__:
+        remedy = f"; it is {module}.{name}"
     raise AttributeError(
-      f"module {__name__!r} has no attribute {name!r}{_of_name(name)}"
+      f"module {__name__!r} has no attribute {name!r}{remedy}"
     )
 
 

@@ -363,7 +363,7 @@ PROGRAMS = {
   "4 micro-batches count as clean steps": micro_batches,
   "Traces of a step that runs three times": traces,
   "S through `flax.serialization`": serialized,
-  "Temporary memory of the update": memory,
+  "Temporary memory of the update, of the parameters'": memory,
 }
 
 

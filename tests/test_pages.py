@@ -17,7 +17,8 @@ from tests import documents
 DOCS = documents.ROOT / "docs"
 
 
-def test_the_first_hour_prints_what_the_page_shows():
+def test_the_first_hour_prints_what_the_page_shows(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
   with documents.reading("docs/first_hour.md") as page:
     page.run()
 

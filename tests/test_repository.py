@@ -219,7 +219,7 @@ def test_the_steps_of_a_release_set_its_version_and_its_date(tmp_path):
   assert "unreleased" not in dict(headings).values()
   assert "Nothing has" not in (tmp_path / "SECURITY.md").read_text()
   readme = (tmp_path / "README.md").read_text()
-  assert "Version 0.2.0, for jax" in readme and "in a clone" not in readme
+  assert "Version 0.2.0, for jax" in readme and "In a clone" not in readme
   badges = re.findall(r"\[!\[(\w+)\]\(\S+\)\]\(\S+\)", readme.splitlines()[2])
   assert badges == ["Python", "License", "Tests", "Docs", "PyPI"]
   package = (tmp_path / "optax_lossscale" / "__init__.py").read_text()

@@ -37,7 +37,8 @@ def _explained(function: Callable[_Q, _S]) -> Callable[_Q, _S]:
       got = "none" if fun is None else arguments.shown(fun)
       raise TypeError(
         f"`fun` must be the function to run in mixed precision, got {got}; "
-        "there is no block to enter, as in torch: write mixed_loss_fn = "
+        "it is neither a block to enter, as in torch, nor a decorator with "
+        "arguments: write mixed_loss_fn = "
         "autocast(loss_fn, dtype=jnp.float16), see docs/porting/torch.md."
       )
     return function(*args, **kwargs)

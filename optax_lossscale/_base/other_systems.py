@@ -47,14 +47,16 @@ _ARGUMENTS = {
   "backoff": "the argument is `backoff_factor`",
   "period": "the argument is `growth_interval`",
   "factor": "the arguments are `growth_factor` and `backoff_factor`",
+  "scale_factor": "the arguments are `growth_factor` and `backoff_factor`",
+  "scale_window": "the argument is `growth_interval`",
   "device": "a rule has no device",
 }
 
 
-def of_name(name: str) -> str:
+def of_name(name: str, known: Iterable[str]) -> str:
   """Returns the end of an error about a name that the library lacks."""
   if name not in _NAMES:
-    return ""
+    return arguments.did_you_mean(name, [*known, *_NAMES], cutoff=0.75)
   code, page = _NAMES[name]
   return f"; write {code} instead, see docs/porting/{page}.md"
 

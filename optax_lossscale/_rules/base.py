@@ -19,7 +19,10 @@ from optax_lossscale._base import other_systems
 _OF_A_SCALER = {
   "scale": "scaled_value_and_grad(loss_fn, opt_state)",
   "get_scale": "get_loss_scale(opt_state)",
+  "loss_scale": "get_loss_scale(opt_state)",
+  "unscale": "unscale(scaled_grads, opt_state)",
   "unscale_": "unscale(scaled_grads, opt_state)",
+  "adjust": "tx.update(scaled_grads, opt_state, params)",
   "step": "tx.update(scaled_grads, opt_state, params)",
   "state_dict": "opt_state = tx.init(params), and save opt_state",
   "load_state_dict": "tx.init(params), and restore opt_state into that",

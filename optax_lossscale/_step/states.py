@@ -315,9 +315,10 @@ def require_states(
     remedy = RESTORE
   else:
     remedy = (
-      "wrap the optimizer: tx = loss_scaling(inner, rule), opt_state = "
-      "tx.init(params). The state of a run from before loss scaling goes on "
-      "with checkpoints.with_loss_scaling(opt_state, tx.init(params))"
+      "pass the arguments in their order, or wrap the optimizer: tx = "
+      "loss_scaling(inner, rule), opt_state = tx.init(params). The state of a "
+      "run from before loss scaling goes on with "
+      "checkpoints.with_loss_scaling(opt_state, tx.init(params))"
     )
   raise ValueError(
     f"`{name}` must hold the state of `loss_scaling`, got a "

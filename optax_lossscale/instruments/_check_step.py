@@ -229,6 +229,8 @@ def _report(
   report = _verdicts.StepReport((), bound.places, proof.follows)
   if not are_shapes:
     report = _runs.report(bound)
+  if is_narrow and any(x.text == _verdicts.SWITCHED_OFF[1] for x in proof.laws):
+    precision = _verdicts.UNSCALED
   laws = _verdicts.combined(proof.laws, [*report.laws, precision])
   is_proved = any(x.verdict == "proved" for x in laws)
   assumptions = proof.assumptions if is_proved else ()

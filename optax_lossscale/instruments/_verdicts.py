@@ -224,6 +224,15 @@ class Law(NamedTuple):
   where: tuple[tuple[str, int, str], ...] = ()
 
 
+UNSCALED = Law(
+  "precision",
+  "inconclusive",
+  "It computes in less range than float32, without loss scaling.",
+  "Small gradients become 0. Give `loss_scaling` a rule in the place of None, "
+  "or compute in bfloat16.",
+)
+
+
 class Proved(NamedTuple):
   """The verdict of a proof on one law."""
 
@@ -263,6 +272,10 @@ class StepReport:
   halvings: int = 0
   warnings: tuple[str, ...] = ()
   assumptions: tuple[str, ...] = ()
+
+  def __bool__(self) -> bool:
+    """Returns `ok`, so that `assert check_step(...)` is a test."""
+    return self.ok
 
   @property
   def _is_wrong(self) -> bool:

@@ -37,6 +37,17 @@ MISTAKES = {
     lambda: ols.presets.pytorch,
     "'pytorch'; did you mean 'torch'?",
   ),
+  "a name of another": (lambda: ols.GradScalar, "did you mean 'GradScaler'?"),
+  "a submodule": (lambda: ols.check_step, "it is instruments.check_step$"),
+  "a class of one": (lambda: ols.TrainState, "it is linen.TrainState$"),
+  "a method": (
+    lambda: ols.DynamicLossScale().unscale,
+    r"write unscale\(scaled_grads, opt_state\)",
+  ),
+  "the wrong order": (
+    lambda: ols.unscale(TX.init(PARAMS), PARAMS),
+    "pass the arguments in their order",
+  ),
   "a letter": (lambda: ols.presets.megatrom, "did you mean 'megatron'?"),
   "no name at all": (lambda: ols.presets.zzz, "no attribute 'zzz'$"),
   "enabled": (
@@ -47,8 +58,14 @@ MISTAKES = {
     lambda: ols.DynamicLossScale(backof_factor=0.5),
     "did you mean `backoff_factor`?",
   ),
-  "a block": (lambda: ols.autocast(dtype=jnp.float16), "got none; there is no"),
-  "a device": (lambda: ols.autocast("cuda"), "got 'cuda'; there is no block"),
+  "a block": (
+    lambda: ols.autocast(dtype=jnp.float16),
+    "got none; it is neither a block",
+  ),
+  "a device": (
+    lambda: ols.autocast("cuda"),
+    "got 'cuda'; it is neither a block",
+  ),
   "a module of Flax": (
     lambda: ols.autocast(linen.Dense(3)),
     "pass model.apply",
@@ -71,7 +88,8 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_first_mistake_is_answered_with_the_line_to_write(mistake):
   program, answer = MISTAKES[mistake]
-  with pytest.raises((AttributeError, TypeError), match=answer):
+  errors = AttributeError, TypeError, ValueError
+  with pytest.raises(errors, match=answer):
     program()
 
 

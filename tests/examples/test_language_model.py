@@ -11,7 +11,7 @@ import pytest
 from tests import documents
 
 PATH = documents.ROOT / "examples" / "language_model.py"
-README = documents.read("README.md")
+README = documents.section(documents.read("README.md"), "See it work")
 
 
 @pytest.fixture
@@ -64,7 +64,9 @@ def test_a_small_run_tells_where_it_is_and_draws(
   monkeypatch.setattr(example, "train", _sees_the_old(example.train, picture))
   told, rows, below = run("--steps=3", f"--figure={picture}")
   assert told == [
-    f"{name}: step {step} of 3" for name in example.RUNS for step in (1, 2, 3)
+    f"Run {i + 1} of 4, {name}: step {step} of 3"
+    for i, name in enumerate(example.RUNS)
+    for step in (1, 2, 3)
   ]
   assert [x[2:] for x in rows.values()] == [["0"], ["0"], ["0", "2^15"], ["0"]]
   assert below[0] == f"Picture: {picture}" and below[1].startswith("Next: ")

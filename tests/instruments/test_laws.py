@@ -200,6 +200,9 @@ def test_the_report_names_the_next_values_and_what_is_below_float32():
   )
   assert "computes in float16." in said(report, "precision")
   assert len(report.assumptions) == 5
+  off = ols.loss_scaling(optax.sgd(0.1), None)
+  report = check(*step_of(tx=off, loss_fn=half_loss_fn))
+  assert not report and "without loss scaling" in said(report, "precision")
 
 
 def test_a_program_may_forbid_transfers_and_nan_and_donate_its_arguments():
