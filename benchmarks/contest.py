@@ -31,8 +31,7 @@ class Variant(NamedTuple):
     dtype: of the layers.
     scaled: whether with loss scaling.
     level: of `autocast`, which makes float16 of float32 layers; or None.
-    attention: None for the fastest; "plain" with autocast, which does not look
-      into cuDNN's.
+    attention: None for the fastest, which is marked for autocast; or "plain".
     float32_matmul: "tf32", "float32", or "default".
     options: of the compiler.
   """
@@ -50,6 +49,9 @@ VARIANTS = {
   FLOAT16: Variant("float16"),
   "jax float16, loss_scaling": Variant("float16", True),
   "jax float16, O1, loss_scaling": Variant("float32", True, "O1", "plain"),
+  "jax float16, O1, marked attention, loss_scaling": Variant(
+    "float32", True, "O1"
+  ),
   "jax bfloat16": Variant("bfloat16"),
   "jax TF32": Variant("float32", float32_matmul="tf32"),
   "jax float16, plain attention": Variant("float16", attention="plain"),
@@ -147,7 +149,9 @@ class Contest:
   def _in_jax(self, name: str) -> tuple[Any, str]:
     variant = VARIANTS[name]
     attention = variant.attention or gpt2.fastest_attention(
-      self._size, variant.dtype, **self._shape
+      self._size,
+      variant.dtype if variant.level is None else "float16",
+      **self._shape,
     )
     model: Any = gpt2.GPT2(self._size, variant.dtype, attention)
     if variant.level is not None:

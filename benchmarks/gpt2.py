@@ -209,9 +209,9 @@ def _attend(
 ) -> jax.Array:
   """Returns causal attention; all are [batch, positions, heads, width]."""
   if attention != "plain":
-    return jax.nn.dot_product_attention(
-      query, key, value, is_causal=True, implementation=attention
-    )
+    # The mark is for autocast, which cannot look into cuDNN's attention.
+    attend = ols.cast_inputs(jax.nn.dot_product_attention)
+    return attend(query, key, value, is_causal=True, implementation=attention)
   # JAX's own function does not compute in float16 on a CPU.
   scores = jnp.einsum("bqhw,bkhw->bhqk", query, key).astype(jnp.float32)
   scores /= query.shape[-1] ** 0.5

@@ -72,6 +72,11 @@ GROWN: list[tuple[str, int, str]] = [
   ("_rules", 3, "what the scalers of jmp can do"),
   ("_base", 2, "arguments of apex and fairseq"),
   ("_autocast", 1, "that it is no decorator with arguments"),
+  ("__init__", 2, "`cast_inputs`"),
+  ("_autocast", 221, "marked functions"),
+  ("_base", 1, "positions of arguments"),
+  ("_jaxpr", 26, "marks, and which operations are kernels"),
+  ("instruments", 37, "kernels in two reports"),
   ("linen", 21, "gradients that are not like the parameters"),
   ("nnx", 13, "swapped arguments"),
   ("plot", 9, "dtypes and scales of a wrong type"),
@@ -94,7 +99,7 @@ GROWN: list[tuple[str, int, str]] = [
 SLACK = 10
 
 # The most lines and functions of all tests, and lines of a function.
-MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 33_440, 1_190, 60
+MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 33_750, 1_190, 60
 
 
 def layers():

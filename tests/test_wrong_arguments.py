@@ -165,6 +165,7 @@ ACCEPTED = {
   },
   "none is named": {
     "* axis_name=": "list",
+    "ols.cast_inputs argnums=": "list",
     "ols.instruments.check_step may_change=": "None list",
     "ols.loss_scaling average_scaled=": "list",
     "ols.plot.exponent_histogram dtypes=": "list",

@@ -5,43 +5,34 @@ records a marked function with 16-bit inputs and leaves its operations alone.
 """
 
 from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Collection
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import functools
 import inspect
 import itertools
-from typing import Any
 from typing import ParamSpec
 from typing import TypeVar
 
 import jax
 from jax import lax
-import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._autocast import levels
 from optax_lossscale._base import arguments
+from optax_lossscale._base import bits
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import scopes
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_T = TypeVar("_T")
 
 
-class _Numbered:
-  """The dtypes of marked calls, by their order in a recording."""
-
-  def __init__(
-    self, dtype: np.dtype, chosen: Mapping[int, np.dtype] | None = None
-  ) -> None:
-    self.dtype, self.chosen = dtype, chosen or {}
-    self.numbers = itertools.count()
-
-
-# The dtype of marked calls while `autocast` records a function, or None. JAX's
-# caches depend on it. If overrides may choose, no two recordings share a cache.
+# While `autocast` records a function: the dtype of its marked calls, or if
+# overrides may choose, a function that numbers the calls and says each one's.
+# JAX's caches depend on it.
 _around = jax.make_user_context(None)
 
 
@@ -51,12 +42,11 @@ def cast_inputs(
   """Returns `fun` with a mark: under `autocast` it runs in 16 bits as a whole.
 
   `autocast` cannot look into a kernel, such as one of Pallas or cuDNN's
-  attention, and some kernels refuse float32. If 16 bits are safe, mark the
-  function that calls it. Under `autocast` its float32 inputs are then converted
-  to the low precision, and everything inside runs as written, with its own
-  derivative rules. Outputs in the low precision stand for float32 again.
-  Without `autocast`, at the level O0 and where `overrides` say float32, the
-  mark changes nothing.
+  attention. If 16 bits are safe, mark the function that calls it. Then
+  `autocast` converts its float32 inputs, and everything inside runs as written,
+  with its own derivative rules. Outputs in 16 bits stand for float32 again.
+  Without `autocast`, at O0 and where `overrides` say float32, the mark changes
+  nothing.
 
   Args:
     fun: any function of arrays. Other arguments are passed unchanged.
@@ -104,28 +94,17 @@ def cast_inputs(
     around = _around.value
     if around is None:
       return fun(*args, **kwargs)
-    number, dtype = 0, around
-    if isinstance(around, _Numbered):
-      number = next(around.numbers)
-      dtype = around.chosen.get(number, around.dtype)
-    written: set[np.dtype] = set()
-
-    def lower(name: str, x: Any) -> Any:
-      if not _is_float(x):
-        return x
-      if x.dtype.itemsize > 4:
-        raise TypeError(
-          f"`cast_inputs` marks `{title}`, so under autocast its floats must "
-          f"have at most 32 bits, got {x.dtype.name} in `{name}`; convert it, "
-          "or leave it out of `argnums`."
-        )
-      written.add(x.dtype)
-      return lax.convert_element_type(x, dtype)
-
+    number, dtype = around() if callable(around) else (0, around)
     bound = signature.bind(*args, **kwargs)
-    for name in bound.arguments.keys() & {*names}:
-      lowered = functools.partial(lower, name)
-      bound.arguments[name] = jax.tree.map(lowered, bound.arguments[name])
+    given = {x: bound.arguments[x] for x in names if x in bound.arguments}
+    dtypes = {x.dtype for x in filter(_is_float, jax.tree.leaves(given))}
+    if wide := [x.name for x in dtypes if x.itemsize > 4]:
+      raise TypeError(
+        f"`cast_inputs` marks `{title}`, so under autocast its floats must "
+        f"have at most 32 bits, got {wide[0]}; convert them, or leave the "
+        "argument out of `argnums`."
+      )
+    bound.arguments |= _convert(given, dtypes, dtype)
     try:
       with scopes.mark(str(number)):
         outputs = fun(*bound.args, **bound.kwargs)
@@ -134,15 +113,10 @@ def cast_inputs(
         f"`cast_inputs` marks `{title}`, which got {dtype.name} under autocast."
       )
       raise
-
-    def restore(x: Any) -> Any:
-      if not _is_float(x) or x.dtype != dtype:
-        return x
-      widest = max(written, key=lambda dtype: dtype.itemsize, default=dtype)
-      return lax.convert_element_type(x, widest)
-
+    # What autocast itself lowers, the program sees in its own dtype again.
+    written = max(dtypes, key=lambda x: x.itemsize, default=dtype)
     with scopes.mark(scopes.RESTORED):
-      restored: _R = jax.tree.map(restore, outputs)
+      restored: _R = _convert(outputs, {dtype}, written)
     return restored
 
   return marked
@@ -150,44 +124,41 @@ def cast_inputs(
 
 def record(
   recipe: levels.Recipe,
-  fun: Callable[..., Any],
+  fun: Callable[..., object],
   args: Sequence[object],
   kwargs: Mapping[str, object],
 ) -> interpreter.Recording:
   """Records a function whose marked calls have the dtypes of the recipe."""
-  if not recipe.overrides:
-    with lowering(recipe), _explained():
-      return interpreter.record(fun, args, kwargs)
-  chosen: dict[int, np.dtype] = {}
-  # The first recording finds the scopes of the calls.
-  for _ in range(2):
-    with _around(_Numbered(recipe.dtype_of_marked, chosen)), _explained():
-      recording = interpreter.record(fun, args, kwargs)
+  dtype, chosen = recipe.dtype_of_marked, dict[int, np.dtype]()
+  # Only a recording says in which scopes its calls are.
+  for _ in range(2 if recipe.overrides else 1):
+    numbers = itertools.count()
+
+    def of_next() -> tuple[int, np.dtype]:
+      number = next(numbers)  # noqa: B023
+      return number, chosen.get(number, dtype)  # noqa: B023
+
+    try:
+      with _around(of_next if recipe.overrides else dtype):
+        recording = interpreter.record(fun, args, kwargs)
+    except Exception as error:
+      if "got float32" in str(error):
+        error.add_note(
+          "autocast records a function in float32. Mark a kernel that refuses "
+          "it: ols.cast_inputs(jax.nn.dot_product_attention)(...); see "
+          "docs/guides/fused_attention.md."
+        )
+      raise
     before, chosen = chosen, {}
     for scope, equation, _ in scopes.operations(recording.jaxpr):
-      mark = scopes.mark_on(equation)
       found = levels.find_override(recipe.overrides, scope)
+      mark = scopes.mark_on(equation)
       if mark.isdigit() and found and found[1] is not None:
         is_float8 = levels.is_float8(found[1])
         chosen[int(mark)] = recipe.dtype if is_float8 else found[1]
     if chosen == before:
       break
   return recording
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-  """Says what to write if a kernel refuses float32."""
-  try:
-    yield
-  except Exception as error:
-    if "got float32" in str(error):
-      error.add_note(
-        "Under autocast a function is recorded in float32. Mark a kernel that "
-        "refuses it, as in ols.cast_inputs(jax.nn.dot_product_attention)(...); "
-        "see docs/guides/fused_attention.md."
-      )
-    raise
 
 
 def lowering(
@@ -197,5 +168,20 @@ def lowering(
   return _around(recipe.dtype_of_marked)
 
 
-def _is_float(x: Any) -> bool:
-  return interpreter.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
+def _convert(tree: _T, dtypes: Collection[np.dtype], to: np.dtype) -> _T:
+  """Returns a tree whose arrays of some dtypes are in another one."""
+  converted: _T = jax.tree.map(
+    lambda x: (
+      lax.convert_element_type(x, to)
+      if _is_float(x) and x.dtype in dtypes
+      else x
+    ),
+    tree,
+  )
+  return converted
+
+
+def _is_float(x: object) -> bool:
+  return interpreter.is_array(x) and bits.part_dtype(x) == getattr(
+    x, "dtype", ""
+  )

@@ -46,6 +46,8 @@ class CompiledStep:
     conditionals: how many branches are decided while it runs. Without one, a
       skip is a select.
     products: its matrix products and convolutions.
+    hand_written: the kernels that XLA did not make, such as Pallas's and
+      cuDNN's attention, with the dtypes of their operands.
     narrowings: what became of each conversion to a narrower float.
     text: the optimized HLO.
   """
@@ -60,6 +62,7 @@ class CompiledStep:
   collectives: Mapping[str, int] = dataclasses.field(default_factory=dict)
   conditionals: int = 0
   products: tuple[_compiled_program.Product, ...] = ()
+  hand_written: tuple[str, ...] = ()
   narrowings: tuple[_narrowings.Narrowing, ...] = ()
   text: str = dataclasses.field(default="", repr=False)
 
@@ -214,6 +217,7 @@ def read_program(target: str, outcome: compiling.Outcome) -> CompiledStep:
         rounding=read.default_precision,
       )
     ),
+    hand_written=tuple(_compiled_program.hand_written(program)),
     narrowings=tuple(_narrowings.find(asked, program)),
     text=outcome["after"],
   )
@@ -391,6 +395,7 @@ def _sections(
     "products of float32": [
       f"{x.line}  {x.scope}" for x in step.products if "float32" in x.operands
     ],
+    "hand-written kernels": step.hand_written,
     "narrowings dropped": [
       f"{x.line}  {x.wide} -> {x.narrow}"
       for x in step.narrowings
@@ -398,6 +403,8 @@ def _sections(
     ],
   }.items():
     counts = collections.Counter(rows)
+    if not rows and name.startswith("hand"):
+      continue  # Most programs have none.
     lines += [f"{name}: {'' if rows else 'none'}".rstrip()]
     lines += [
       f"  {n:,} x {x.strip()}" for x, n in counts.most_common(_MOST_ROWS)

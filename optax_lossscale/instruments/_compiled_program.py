@@ -40,6 +40,13 @@ _COLLECTIVE = re.compile(
 )
 
 
+# Pallas's kernels on GPUs and TPUs, and cuDNN's attention.
+_HAND_WRITTEN = re.compile(
+  r'custom_call_target="(__gpu\$xla\.gpu\.triton|mosaic_gpu[\w.$]*|'
+  r'tpu_custom_call|__cudnn\$fmha\w*)"'
+)
+
+
 class Instruction(NamedTuple):
   """An instruction; names are unique in the program.
 
@@ -221,6 +228,18 @@ def collectives(program: Program) -> dict[str, int]:
 def conditionals(program: Program) -> int:
   """Returns how many branches are decided while a program runs."""
   return sum(x.opcode == "conditional" for x, _ in program.running())
+
+
+def hand_written(program: Program) -> list[str]:
+  """Returns the kernels that XLA did not make, with their operands' dtypes."""
+  found = []
+  for x, _ in program.running():
+    target = _HAND_WRITTEN.search(x.rest)
+    if x.opcode == "custom-call" and target:
+      dtypes = dict.fromkeys(map(dtype_name, program.dtypes_of(x)))
+      name = x.scope.rpartition("/")[2] or "a kernel"
+      found.append(f"{name}: {', '.join(dtypes)}, through {target[1]}")
+  return found
 
 
 class Product(NamedTuple):

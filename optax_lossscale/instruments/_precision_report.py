@@ -146,7 +146,7 @@ def _reasons(
   equation: core.JaxprEqn, around: Sequence[core.JaxprEqn], dtype: np.dtype
 ) -> list[str]:
   """Returns why an operation has its dtype, or how it accumulates float8."""
-  if operation_table.is_opaque(equation) and "float32" in _dtypes(equation):
+  if operation_table.is_opaque(equation) and _dtypes(equation) == ["float32"]:
     return [levels.OPAQUE]
   # Only operations that autocast may lower have a note.
   notes = map(scopes.note_on, (*around, equation))
@@ -163,8 +163,8 @@ def _reasons(
 
 def _dtypes(equation: core.JaxprEqn) -> list[str]:
   """Returns the float dtypes of an operation's inputs, each once."""
-  avals: list[Any] = [atom.aval for atom in equation.invars]
-  return [*dict.fromkeys(x.dtype.name for x in avals if bits.part_dtype(x))]
+  found = (bits.part_dtype(atom.aval) for atom in equation.invars)
+  return [*dict.fromkeys(x.name for x in found if x)]
 
 
 def computing(

@@ -2,6 +2,7 @@
 
 import functools
 
+import equinox as eqx
 from flax import nnx
 import jax
 from jax import lax
@@ -11,12 +12,14 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from tests import documents
 from tests import support
 from tests.autocast import mixed
 from tests.autocast.programs import dtypes_of
 from tests.autocast.programs import kernel
 from tests.autocast.programs import products
 
+KEY = jax.random.key(0)
 X = jnp.linspace(-1, 1, 32).reshape(8, 4)
 W = jnp.linspace(-0.5, 0.5, 16).reshape(4, 4)
 LOW = (jnp.float16, jnp.bfloat16)
@@ -115,6 +118,25 @@ def test_nnx_and_what_follows_are_in_16_bits():
   assert products(merged, state, X) == ["float16"] * 4
 
 
+def test_each_library_reaches_the_kernel_in_16_bits():
+  # A CPU has no cuDNN.
+  swap = {'"cudnn"': '"xla"'}
+  with documents.reading("docs/guides/fused_attention.md") as page:
+    page.run(swap=swap)
+    x, linen, keys = page["x"], page["linen_layer"], jax.random.split(KEY)
+    variables = linen.init(KEY, x)
+    of_equinox = page["Attention"](
+      eqx.nn.Linear(64, 192, key=keys[0]), eqx.nn.Linear(64, 64, key=keys[1])
+    )
+    layers = page["nnx_layer"], functools.partial(linen.apply, variables)
+    for layer in (*layers, jax.vmap(of_equinox)):
+      low = ols.autocast(layer, dtype=jnp.bfloat16)
+      # Four products, or six where one makes queries, keys and values each.
+      assert {*products(low, x)} == {"bfloat16"}
+      expected = mixed.gradient(layer, (0,))(x)
+      mixed.assert_close(mixed.gradient(low, (0,))(x), expected, 0.03)
+
+
 SEEN = {
   "without autocast": (lambda f: f, "float32"),
   "O0": (lambda f: ols.autocast(f, "O0"), "float32"),
@@ -192,7 +214,10 @@ def test_a_kernel_that_refuses_is_named():
     ols.autocast(fused)(X, W)
   note = "`cast_inputs` marks `fused`, which got float16 under autocast."
   assert note in error.value.__notes__
-  with jax.enable_x64(True), pytest.raises(TypeError, match="float64 in `w`"):
+  with (
+    jax.enable_x64(True),
+    pytest.raises(TypeError, match="32 bits, got float64"),
+  ):
     ols.autocast(fused)(X, np.float64(W))
   assert fused(X, W).dtype == jnp.float32
   with pytest.raises(NotImplementedError, match="got float32") as error:

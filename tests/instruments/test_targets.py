@@ -4,6 +4,7 @@ Nothing here runs on the target. These tests need XLA's compilers.
 """
 
 import collections
+import dataclasses
 import functools
 import json
 import re
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from benchmarks import gpt2
 from benchmarks import targets as cases
 import optax_lossscale as ols
 from optax_lossscale import cli
@@ -139,6 +141,62 @@ def test_autocast_lowers_products_and_their_gradients(target, dtype):
   # Volta and Turing have no matrix unit for bfloat16.
   is_emulated = dtype == "bfloat16" and target in ("v100", "t4")
   assert len(wide) == (5 if is_emulated else 0)
+
+
+def pallas(query, key, value, _):
+  from jax.experimental.pallas.ops.gpu import attention
+
+  scale = query.shape[-1] ** -0.5
+  kernel = functools.partial(attention.mha, causal=True, sm_scale=scale)
+  kernel = functools.partial(kernel, backward_pass_impl="triton")
+  return ols.cast_inputs(kernel)(query, key, value, segment_ids=None)
+
+
+def gpt2_step(layers, dtype):
+  """Returns a train step of GPT-2 with loss scaling, and its arguments."""
+  size = dataclasses.replace(gpt2.SIZES["small"], layers=layers)
+  model = gpt2.GPT2(size, dtype)
+  if dtype == jnp.float32:
+    model = gpt2.Autocast(model, "O1")
+  tx = ols.loss_scaling(optax.adamw(1e-4), ols.DynamicLossScale())
+
+  @functools.partial(jax.jit, donate_argnums=(0, 1))
+  def step(params, opt_state, batch):
+    loss_fn = gpt2.make_loss_fn(model)
+    grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params, batch)[1]
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  tokens = jax.ShapeDtypeStruct((2, 1024), jnp.int32)
+  params = jax.eval_shape(lambda: gpt2.init(size, 0))
+  return step, params, jax.eval_shape(tx.init, params), (tokens, tokens)
+
+
+@pytest.mark.filterwarnings("ignore:.*[Pp]allas.*:DeprecationWarning")
+@pytest.mark.parametrize(("target", "layers"), [("h200", 2), ("h100", 12)])
+@pytest.mark.parametrize("kernel", ["plain attention", "kernel"])
+def test_a_marked_kernel_saves_what_one_with_dtype_saves(
+  target, layers, kernel, monkeypatch
+):
+  if kernel == "kernel":
+    monkeypatch.setattr(gpt2, "_attend", pallas)
+  device = jax.sharding.AbstractDevice(f"NVIDIA {target.upper()}", None, "cuda")
+  mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+  found = {}
+  for dtype in (jnp.float16, jnp.float32):
+    with jax.sharding.use_abstract_mesh(mesh):
+      found[dtype] = compile_for(target, *gpt2_step(layers, dtype))
+  by_dtype, marked = found.values()
+  assert marked.kernels <= 1.02 * by_dtype.kernels
+  assert marked.temporaries <= 1.02 * by_dtype.temporaries
+  assert marked.hand_written == by_dtype.hand_written
+  assert len(marked.hand_written) == 3 * layers * (kernel == "kernel")
+  if layers == 12:
+    page = documents.read("docs/guides/fused_attention.md")
+    rows = re.findall(rf"{kernel} \| (\d+) \| ([\d,]+) \|$", page, re.MULTILINE)
+    assert rows == [
+      (str(x.kernels), f"{x.temporaries / 1e6:,.0f}") for x in found.values()
+    ]
 
 
 @each_target
