@@ -87,9 +87,9 @@ class Plan:
   calls: int = 20
   steps: int = 5
   waves: tuple[tuple[Sequence[str], float], ...] = (
-    (tuple(contest_lib.VARIANTS)[:5], 0.4),
+    (tuple(contest_lib.VARIANTS)[:6], 0.4),
     (tuple(contest_lib.TORCH), 0.6),
-    (tuple(contest_lib.VARIANTS)[5:], 1.0),
+    (tuple(contest_lib.VARIANTS)[6:], 1.0),
   )
   leaf_counts: tuple[int, ...] = (10, 100, 1000)
 
