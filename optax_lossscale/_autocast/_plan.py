@@ -119,7 +119,6 @@ def _decide(jaxpr: core.Jaxpr, recipe: levels.Recipe, scope: str) -> Plan:
     bodies = [
       _decide(body.jaxpr, inside, where)
       for body in calls.castable_bodies(equation)
-      if not marked
     ]
     decision = None if bodies else recipe.decide(name, where)
     has_product = any(step.has_product for x in bodies for step in x.steps)
