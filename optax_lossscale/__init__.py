@@ -16,6 +16,7 @@ same bit for bit, and S shrinks. After enough clean steps, S grows again.
 """
 
 import importlib as _importlib
+import importlib.util as _util
 import typing as _typing
 
 from optax_lossscale import presets
@@ -127,10 +128,12 @@ else:  # Type checkers would accept any name.
     if name in _ON_DEMAND:
       return _importlib.import_module(f"{__name__}.{name}")
     remedy = _of_name(name, __all__)
-    for module in sorted(_ON_DEMAND - {"nnx", "plot"}):
-      # Dunder names are asked for by tools, which nothing should load for.
-      if name[0] != "_" and name in __getattr__(module).__all__:
-        remedy = f"; it is {module}.{name}"
+    # Nothing is loaded for names that tools ask for, nor for other submodules,
+    # which `from optax_lossscale import cli` asks for before it imports them.
+    if name[0] != "_" and not _util.find_spec(f"{__name__}.{name}"):
+      for module in sorted(_ON_DEMAND - {"nnx", "plot"}):
+        if name in __getattr__(module).__all__:
+          remedy = f"; it is {module}.{name}"
     raise AttributeError(
       f"module {__name__!r} has no attribute {name!r}{remedy}"
     )

@@ -68,7 +68,7 @@ GROWN: list[tuple[str, int, str]] = [
   ("_step", 76, "stacks of states, flags of a wrong type"),
   ("instruments", 148, "paths compared as paths, S in other outputs, switches"),
   ("instruments", 25, "a right step in two lines, float16 without a rule"),
-  ("__init__", 5, "names in submodules"),
+  ("__init__", 8, "names in submodules"),
   ("_rules", 3, "what the scalers of jmp can do"),
   ("_base", 2, "arguments of apex and fairseq"),
   ("_autocast", 1, "that it is no decorator with arguments"),

@@ -162,9 +162,12 @@ WITHOUT = {
   ),
   "a bare state": (
     BARE,
-    "got a tuple without one; wrap the optimizer: .*with_",
+    "got a tuple without one; pass .* or wrap the optimizer: .*with_",
   ),
-  "parameters": (Params(*jnp.ones((3, 2))), "got a Params without one; wrap"),
+  "parameters": (
+    Params(*jnp.ones((3, 2))),
+    "got a Params without one; pass .* or wrap",
+  ),
 }
 
 
