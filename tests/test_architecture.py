@@ -99,7 +99,7 @@ GROWN: list[tuple[str, int, str]] = [
 SLACK = 10
 
 # The most lines and functions of all tests, and lines of a function.
-MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 33_760, 1_190, 60
+MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 33_775, 1_190, 60
 
 
 def layers():

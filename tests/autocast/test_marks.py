@@ -116,6 +116,13 @@ def test_nnx_and_what_follows_are_in_16_bits():
     return run(nnx.merge(graph, state), x)
 
   assert products(merged, state, X) == ["float16"] * 4
+  assert {*dtypes_of("mul", merged, state, X)} == {"float16"}
+
+
+def test_what_leads_to_a_kernel_is_in_16_bits():
+  fused = ols.cast_inputs(kernel)  # No product follows.
+  low = ols.autocast(lambda x: fused(jnp.tanh(x @ W)))
+  assert dtypes_of("tanh", low, X) == ["float16"]
 
 
 def test_each_library_reaches_the_kernel_in_16_bits():
@@ -241,11 +248,11 @@ def test_reports_know_the_dtypes_of_a_kernel():
   doubled = ols.cast_inputs(support.with_vjp(kernel))
   args = W, tx.init(W), X
   counts = ols.instruments.precision_report(step, *args).counts
-  found = {
-    (dtype, name) for (_, dtype, _), names in counts.items() for name in names
-  }
-  assert {x for x in found if "pallas" in x[1]} == {
-    ("float16", "pallas_call(float16)")
-  }
+  assert [
+    (scope, dtype, name)
+    for (scope, dtype, _), names in counts.items()
+    for name in names
+    if "pallas" in name
+  ] == [("", "float16", "pallas_call(float16)")]
   law = ols.instruments.check_step(step, *jax.eval_shape(lambda: args)).laws[-1]
   assert law.text == "It computes in float16."
