@@ -1,5 +1,6 @@
 """`cast_inputs`: under autocast a kernel that needs 16 bits runs in them."""
 
+import collections
 import functools
 
 import equinox as eqx
@@ -11,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 
+from benchmarks import gpt2
 import optax_lossscale as ols
 from tests import documents
 from tests import support
@@ -142,6 +144,27 @@ def test_each_library_reaches_the_kernel_in_16_bits():
       assert {*products(low, x)} == {"bfloat16"}
       expected = mixed.gradient(layer, (0,))(x)
       mixed.assert_close(mixed.gradient(low, (0,))(x), expected, 0.03)
+
+
+def test_plain_attention_keeps_what_layers_with_dtype_keep():
+  size = gpt2.SIZES["tiny"]
+  params = jax.eval_shape(lambda: gpt2.init(size, 0))
+  tokens = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+
+  def kept(model):
+    loss_fn = gpt2.make_loss_fn(model)
+    backward = jax.eval_shape(
+      lambda *args: jax.vjp(lambda x: loss_fn(x, args[1:]), args[0])[1],
+      *(params, tokens, tokens),
+    )
+    shapes = jax.tree.leaves(backward)
+    return collections.Counter(
+      x.dtype.name for x in shapes if x.shape == (2, size.heads, 64, 64)
+    )
+
+  found = kept(gpt2.Autocast(gpt2.GPT2(size, jnp.float32), "O1"))
+  assert found == {"bool": 1, "float32": 2, "float16": 1}
+  assert found == kept(gpt2.GPT2(size, jnp.float16))
 
 
 SEEN = {
