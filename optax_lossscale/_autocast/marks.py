@@ -113,7 +113,7 @@ def cast_inputs(
         f"`cast_inputs` marks `{title}`, which got {dtype.name} under autocast."
       )
       raise
-    # What autocast itself lowers, the program sees in its own dtype again.
+    # The program around the call sees the dtype that it has without autocast.
     written = max(dtypes, key=lambda x: x.itemsize, default=dtype)
     with scopes.mark(scopes.RESTORED):
       restored: _R = _convert(outputs, {dtype}, written)
