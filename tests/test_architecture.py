@@ -65,13 +65,13 @@ GROWN: list[tuple[str, int, str]] = [
   ("cli", 72, "`doctor --on` and `doctor --make-compilers`"),
   ("_base", 156, "paths, arguments of a wrong type, JAX's switches"),
   ("_precision", 13, "parameters that stay finite, and whose they are"),
-  ("_step", 76, "stacks of states, flags of a wrong type"),
+  ("_step", 80, "stacks of states, flags of a wrong type"),
   ("instruments", 148, "paths compared as paths, S in other outputs, switches"),
   ("instruments", 25, "a right step in two lines, float16 without a rule"),
   ("__init__", 8, "names in submodules"),
   ("_rules", 3, "what the scalers of jmp can do"),
-  ("_base", 2, "arguments of apex and fairseq"),
-  ("_autocast", 1, "that it is no decorator with arguments"),
+  ("_base", 25, "arguments of apex and fairseq, and of functions"),
+  ("_autocast", 3, "that it is no decorator with arguments"),
   ("__init__", 2, "`cast_inputs`"),
   ("_autocast", 221, "marked functions"),
   ("_base", 1, "positions of arguments"),
@@ -99,7 +99,7 @@ GROWN: list[tuple[str, int, str]] = [
 SLACK = 10
 
 # The most lines and functions of all tests, and lines of a function.
-MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 33_775, 1_190, 60
+MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 33_790, 1_190, 60
 
 
 def layers():

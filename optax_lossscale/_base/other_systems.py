@@ -3,9 +3,17 @@
 Each leads to the line to write here, and to its page of docs/porting.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterable
+import functools
+import inspect
+from typing import ParamSpec
+from typing import TypeVar
 
 from optax_lossscale._base import arguments
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _FLAX, _MINDSPORE = "flax_jmp", "mindspore"
 
@@ -40,9 +48,10 @@ _NAMES = {
 }
 # Names of presets that are close to none of ours.
 _PRESETS = {"pytorch": "torch", "ascend": "npu_exponential", "tf": "tensorflow"}
-# Arguments of rules.
+# Arguments of rules and functions.
 _ARGUMENTS = {
-  "enabled": "loss_scaling(inner, None) switches loss scaling off",
+  "enabled": "loss_scaling(inner, None) switches loss scaling off, and the "
+  "level O0 switches autocast off",
   "fin_steps": "the count is in the state",
   "backoff": "the argument is `backoff_factor`",
   "period": "the argument is `growth_interval`",
@@ -50,6 +59,8 @@ _ARGUMENTS = {
   "scale_factor": "the arguments are `growth_factor` and `backoff_factor`",
   "scale_window": "the argument is `growth_interval`",
   "device": "a rule has no device",
+  "loss_scale": "the argument is `rule`",
+  "compute_dtype": "the argument is `dtype`",
 }
 
 
@@ -71,7 +82,7 @@ def of_preset(name: str, presets: Iterable[str]) -> str:
 def check_arguments(
   rule: str, names: Iterable[str], given: Iterable[str]
 ) -> None:
-  """Raises for an argument that a rule lacks, but another system's has."""
+  """Raises for an argument that is unknown here, but not to another system."""
   for name in given:
     if name not in names and name in _ARGUMENTS:
       raise TypeError(
@@ -79,3 +90,15 @@ def check_arguments(
         f"{_ARGUMENTS[name]}."
       )
   arguments.check_known(rule, names, given)
+
+
+def explained(function: Callable[_P, _R]) -> Callable[_P, _R]:
+  """Returns a function that explains arguments that it does not have."""
+  names = list(inspect.signature(function).parameters)
+
+  @functools.wraps(function)
+  def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    check_arguments(function.__name__, names, kwargs)
+    return function(*args, **kwargs)
+
+  return call

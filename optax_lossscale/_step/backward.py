@@ -15,6 +15,7 @@ import optax
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import named_calls
+from optax_lossscale._base import other_systems
 from optax_lossscale._base import trees
 from optax_lossscale._jaxpr import in_place
 from optax_lossscale._step import provenance
@@ -112,6 +113,7 @@ class ScaledValueAndGrad:
     return (), pure, lambda variables: None
 
 
+@other_systems.explained
 def scaled_value_and_grad(
   fun: Callable[..., Any],
   opt_state: optax.OptState,

@@ -13,6 +13,7 @@ import optax
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import named_calls
+from optax_lossscale._base import other_systems
 from optax_lossscale._base import trees
 from optax_lossscale._rules import base
 from optax_lossscale._rules import loss_scales
@@ -25,6 +26,7 @@ from optax_lossscale._step import skipping
 from optax_lossscale._step import states
 
 
+@other_systems.explained
 def loss_scaling(
   inner: optax.GradientTransformation | optax.MultiSteps,
   rule: base.LossScale | None,

@@ -58,6 +58,18 @@ MISTAKES = {
     lambda: ols.DynamicLossScale(backof_factor=0.5),
     "did you mean `backoff_factor`?",
   ),
+  "a function's argument": (
+    lambda: ols.loss_scaling(optax.sgd(1.0), loss_scale=None),
+    "got 'loss_scale'; the argument is `rule`",
+  ),
+  "torch's switch": (
+    lambda: ols.autocast(jnp.sin, enabled=False),
+    "level O0 switches autocast off",
+  ),
+  "a short name": (
+    lambda: ols.scaled_value_and_grad(jnp.sin, 1.0, aux=True),
+    "did you mean `has_aux`?",
+  ),
   "a block": (
     lambda: ols.autocast(dtype=jnp.float16),
     "got none; it is neither a block",
