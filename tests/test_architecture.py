@@ -73,9 +73,9 @@ GROWN: list[tuple[str, int, str]] = [
   ("_base", 25, "arguments of apex and fairseq, and of functions"),
   ("_autocast", 3, "that it is no decorator with arguments"),
   ("__init__", 2, "`cast_inputs`"),
-  ("_autocast", 221, "marked functions"),
+  ("_autocast", 268, "marked functions"),
   ("_base", 1, "positions of arguments"),
-  ("_jaxpr", 26, "marks, and which operations are kernels"),
+  ("_jaxpr", 27, "marks, and which operations are kernels"),
   ("instruments", 37, "kernels in two reports"),
   ("linen", 21, "gradients that are not like the parameters"),
   ("nnx", 13, "swapped arguments"),
@@ -99,7 +99,7 @@ GROWN: list[tuple[str, int, str]] = [
 SLACK = 10
 
 # The most lines and functions of all tests, and lines of a function.
-MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 33_790, 1_190, 60
+MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 33_920, 1_200, 60
 
 
 def layers():

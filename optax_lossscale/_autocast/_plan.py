@@ -115,7 +115,7 @@ def _decide(jaxpr: core.Jaxpr, recipe: levels.Recipe, scope: str) -> Plan:
     inside = recipe
     if calls.form(equation) is calls.Form.CUSTOM_JVP:
       inside = recipe.for_jvp_rule()
-    marked = scopes.mark_on(equation) not in ("", scopes.RESTORED)
+    marked = scopes.mark_on(equation) == scopes.KERNEL
     bodies = [
       _decide(body.jaxpr, inside, where)
       for body in calls.castable_bodies(equation)

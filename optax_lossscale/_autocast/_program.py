@@ -57,6 +57,8 @@ class MixedProgram:
       step = next(steps)
       if step.decision is None:
         evaluate_call = _CALLS.get(calls.form(equation), _evaluate_in_place)
+        if scopes.mark_on(equation).startswith(scopes.CHOICE):
+          evaluate_call = _choose
         return evaluate_call(_Call(self, equation, step, inputs))
       if step.decision.why == levels.OPAQUE:
         where = f" in {step.scope}" if step.scope else ""
@@ -92,6 +94,22 @@ def _evaluate_in_place(of: _Call) -> _Values:
     of.evaluate_body,
     lambda function, x: x.with_array(function(x.array)),
   )
+
+
+def _choose(of: _Call) -> _Values:
+  """Evaluates a marked call in the dtype of its scope."""
+  names = scopes.mark_on(of.equation).removeprefix(scopes.CHOICE).split()
+  dtype = of.program.recipe.dtype_of_marked(of.step.scope)
+  if dtype.name not in names:
+    raise ValueError(
+      f"`overrides` must leave a marked function in "
+      f"{' or '.join(dict.fromkeys(names))}, which it takes, got {dtype.name} "
+      f"for it in the scope {of.step.scope!r}."
+    )
+  place = names.index(dtype.name)
+  body = calls.bodies(of.equation)[place]
+  with interpreter.inside(of.equation):
+    return of.evaluate_body(place, [of.inputs[i] for i in body.inputs])
 
 
 def _keep_remat(of: _Call) -> _Values:

@@ -226,8 +226,17 @@ class Recipe:
     )
 
   @property
-  def dtype_of_marked(self) -> np.dtype:
-    """The dtype of a marked function that no override matches."""
+  def dtypes_of_marked(self) -> tuple[np.dtype, ...]:
+    """The dtypes that marked functions may have in some scope."""
+    scoped = [self.dtype_of_marked(x) for x, _ in self.overrides]
+    usual = self.dtype if self.level.lowers_products else FLOAT32
+    return tuple(dict.fromkeys([usual, *scoped]))
+
+  def dtype_of_marked(self, scope: str) -> np.dtype:
+    """Returns the dtype of a marked function in a scope."""
+    override = find_override(self.overrides, scope)
+    if override and (dtype := override[1]) is not None:
+      return self.dtype if is_float8(dtype) else dtype
     return self.dtype if self.level.lowers_products else FLOAT32
 
   @property

@@ -100,7 +100,7 @@ def moves(equation: core.JaxprEqn) -> bool:
 
 
 # Kernels and calls whose operations JAX does not know, and how others begin.
-OPAQUE = names("ffi_call io_callback pallas_call pure_callback")
+OPAQUE = names("ffi_call pallas_call tpu_custom_call")
 _OPAQUE_STARTS = ("cudnn_", "dot_product_attention_", "scaled_matmul")
 
 # The names that `name_of` returns for the primitives that JAX exports.

@@ -25,8 +25,9 @@ _RECOMPUTED = "rematted_computation"
 noting = jax.make_user_context(False)
 _NOTE = re.compile(r"ols\.note: ([^/()]+)")
 
-# The mark of a conversion back from the dtype of a marked call, see `mark`.
-RESTORED = "restored"
+# The marks, see `mark`: of a marked call, of a conversion of its results back,
+# and of a choice among calls in the dtypes that follow.
+KERNEL, RESTORED, CHOICE = "kernel", "restored", "one of"
 _MARK = re.compile(r"ols\.cast_inputs: ([^/()]+)")
 
 
@@ -66,9 +67,9 @@ def mark(text: str) -> contextlib.AbstractContextManager[object]:
 
 
 def mark_on(equation: core.JaxprEqn) -> str:
-  """Returns the outermost mark on an equation, or an empty string."""
-  found = _MARK.search(str(equation.source_info.name_stack))
-  return found[1] if found else ""
+  """Returns the mark that counts on an equation, or an empty string."""
+  found = _MARK.findall(str(equation.source_info.name_stack))
+  return KERNEL if KERNEL in found else found[-1] if found else ""
 
 
 def join(scope: str, name_stack: str) -> str:

@@ -6,6 +6,7 @@ import functools
 import equinox as eqx
 from flax import nnx
 import jax
+from jax import flatten_util
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
@@ -167,6 +168,28 @@ def test_plain_attention_keeps_what_layers_with_dtype_keep():
   assert found == kept(gpt2.GPT2(size, jnp.float16))
 
 
+@pytest.mark.parametrize("low", LOW)
+def test_the_gradient_of_gpt2_is_as_near_as_that_of_layers_with_dtype(
+  low, monkeypatch
+):
+  attend = ols.cast_inputs(gpt2._attend, argnums=(0, 1, 2))
+  monkeypatch.setattr(gpt2, "_attend", attend)
+  size = gpt2.SIZES["tiny"]
+  (batch,) = gpt2.make_batches(size, batch=2, length=32, count=1)
+  params = gpt2.init(size, 0)
+
+  def gradient(dtype, lower=lambda loss_fn: loss_fn):
+    loss_fn = gpt2.make_loss_fn(gpt2.GPT2(size, dtype))
+    grads = jax.jit(jax.grad(lower(loss_fn)))(params, batch)
+    return flatten_util.ravel_pytree(grads)[0]
+
+  true = gradient(jnp.float32)
+  by_dtype = support.relative_error(gradient(low), true)
+  lower = functools.partial(ols.autocast, dtype=low)
+  marked = support.relative_error(gradient(jnp.float32, lower), true)
+  assert 0 < marked < 1.2 * by_dtype < 0.05
+
+
 SEEN = {
   "without autocast": (lambda f: f, "float32"),
   "O0": (lambda f: ols.autocast(f, "O0"), "float32"),
@@ -246,7 +269,7 @@ def test_a_kernel_that_refuses_is_named():
   assert note in error.value.__notes__
   with (
     jax.enable_x64(True),
-    pytest.raises(TypeError, match="32 bits, got float64"),
+    pytest.raises(TypeError, match="must be float32, got float64"),
   ):
     ols.autocast(fused)(X, np.float64(W))
   assert fused(X, W).dtype == jnp.float32
@@ -279,3 +302,94 @@ def test_reports_know_the_dtypes_of_a_kernel():
   ] == [("", "float16", "pallas_call(float16)")]
   law = ols.instruments.check_step(step, *jax.eval_shape(lambda: args)).laws[-1]
   assert law.text == "It computes in float16."
+
+
+def in_scope(name, function):
+  return jax.named_scope(name)(function)
+
+
+def matmul(x):
+  return x @ W
+
+
+def test_one_traced_function_in_two_scopes_has_the_dtype_of_each():
+  square = jax.jit(ols.cast_inputs(lambda x: x @ x))
+  inner = ols.autocast(ols.cast_inputs(lambda x: x @ x), dtype=jnp.bfloat16)
+  overrides = {"a": jnp.float32}
+  for first, low in ((square, "float32"), (inner, "bfloat16")):
+
+    def program(x, first=first):
+      return in_scope("b", square)(in_scope("a", first)(x))
+
+    found = products(ols.autocast(program, overrides=overrides), W)
+    assert found == [low] * 2 + ["float16"] * 2
+
+
+def test_a_rule_has_the_dtype_of_its_scope():
+  def program(x):
+    return jnp.sum(in_scope("body", with_own_rule(marked))(x, W))
+
+  marked = ols.cast_inputs(jnp.matmul)
+  low = ols.autocast(program, overrides={"body": jnp.float32})
+  assert {*products(jax.grad(low), X)} == {"float32"}
+
+
+def test_overrides_keep_the_caches_of_jit():
+  traced = []
+
+  @jax.jit
+  def inner(x):
+    traced.append(x)
+    return jnp.tanh(x)
+
+  low = ols.autocast(
+    lambda x: in_scope("body", inner)(x) @ W, overrides={"body": jnp.float32}
+  )
+  for _ in range(3):
+    low(X)
+  assert len(traced) == 1
+
+
+def test_an_override_may_not_choose_a_dtype_that_the_kernel_refuses():
+  fused = ols.cast_inputs(refusing(jnp.float16))
+  with pytest.raises(ValueError, match="in float16, .* got float32 .* 'body'"):
+    ols.autocast(in_scope("body", fused), overrides={"body": jnp.float32})(X, W)
+
+
+def test_objects_of_nnx_keep_their_changes():
+  dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+  marked = ols.cast_inputs(lambda layer, x: layer(x))
+
+  def difference(layer, x):
+    return marked(layer, x) - marked(layer, x)
+
+  assert jnp.any(ols.nnx.autocast(difference)(dropout, jnp.ones((8, 8))))
+
+
+def test_what_is_no_array_of_float32_is_passed_unchanged():
+  given = np.float64(2), 1.0, jnp.ones(2, jnp.bfloat16), None, {"a": "b"}
+  found = []
+  marked = ols.cast_inputs(lambda x, *others: found.append(others) or x)
+  assert ols.autocast(lambda x: marked(x, *given))(X).dtype == jnp.float32
+  assert found[0][:2] == given[:2] and found[0][2].dtype == jnp.bfloat16
+  assert found[0][3:] == given[3:]
+
+
+@pytest.mark.parametrize(
+  ("call", "error", "text"),
+  [
+    (lambda: ols.cast_inputs(max), TypeError, "must say its arguments"),
+    (lambda: ols.cast_inputs(matmul, argnums=1), ValueError, "for 1 of them"),
+    (lambda: ols.cast_inputs(3), TypeError, "`fun` must be a function"),
+  ],
+)
+def test_what_cannot_be_marked_is_refused(call, error, text):
+  with pytest.raises(error, match=text):
+    call()
+
+
+def test_a_partial_has_the_name_of_its_function():
+  fused = ols.cast_inputs(functools.partial(refusing(jnp.float32), X))
+  with pytest.raises(NotImplementedError) as error:
+    ols.autocast(fused)(W)
+  assert "`fused`" in "".join(error.value.__notes__)

@@ -271,12 +271,14 @@ AUTOCAST_LOSSES = {
   "around": ols.autocast(loss_fn, "O1", dtype=jnp.bfloat16),
   "one operation, inside of jit": one_operation_in_jit,
   "in the backward pass": with_rule(ols.autocast(transposed_product)),
+  "that jit has traced before": jax.jit(ols.autocast(loss_fn, "O2")),
   "in a policy": ols.get_policy("mixed_float16").autocast(loss_fn),
 }
 
 
 @pytest.mark.parametrize("name", AUTOCAST_LOSSES)
 def test_a_loss_under_autocast_is_refused(name):
+  jax.eval_shape(AUTOCAST_LOSSES[name], PARAMS, X, Y)
   for allowed in (False, True):
     schedule = by_steps(allow_low_products=allowed)
     step = schedule.make_train_step(AUTOCAST_LOSSES[name], scaling())
@@ -293,8 +295,6 @@ LOW_LOSSES = {
       x.astype(jnp.float16), g.astype(jnp.float16)
     ).astype(jnp.float32)
   ),
-  # JAX does not call it again.
-  "autocast that jit has kept": jax.jit(ols.autocast(loss_fn, "O2")),
 }
 
 
