@@ -325,6 +325,18 @@ def test_one_traced_function_in_two_scopes_has_the_dtype_of_each():
     assert found == [low] * 2 + ["float16"] * 2
 
 
+def test_an_outer_autocast_leaves_what_the_inner_one_chose():
+  marked = in_scope("in", ols.cast_inputs(lambda x: jnp.exp(x @ x)))
+  overrides = {"in": jnp.float16}
+  inner = ols.autocast(marked, dtype=jnp.bfloat16, overrides=overrides)
+  assert dtypes_of("exp", ols.autocast(inner), W) == ["float16"]
+
+
+def test_outputs_of_16_bit_arguments_keep_their_dtype():
+  low = ols.autocast(ols.cast_inputs(jnp.sin), dtype=jnp.bfloat16)
+  assert low(X.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+
+
 def test_a_rule_has_the_dtype_of_its_scope():
   def program(x):
     return jnp.sum(in_scope("body", with_own_rule(marked))(x, W))
