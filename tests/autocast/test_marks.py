@@ -8,6 +8,13 @@ from flax import nnx
 import jax
 from jax import flatten_util
 from jax import lax
+from jax.experimental.pallas.ops.tpu import flash_attention
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+  splash_attention_kernel,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+  splash_attention_mask,
+)
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -166,6 +173,29 @@ def test_plain_attention_keeps_what_layers_with_dtype_keep():
   found = kept(gpt2.Autocast(gpt2.GPT2(size, jnp.float32), "O1"))
   assert found == {"bool": 1, "float32": 2, "float16": 1}
   assert found == kept(gpt2.GPT2(size, jnp.float16))
+
+
+def test_the_kernels_for_tpus_are_reached_in_bfloat16():
+  mask = splash_attention_mask.CausalMask((256, 256))
+  splash = splash_attention_kernel.make_splash_mha(
+    mask=splash_attention_mask.MultiHeadMask([mask, mask]),
+    head_shards=1,
+    q_seq_shards=1,
+  )
+  x = jax.ShapeDtypeStruct((1, 2, 256, 128), jnp.float32)
+  for fused in (
+    ols.cast_inputs(flash_attention.flash_attention),
+    jax.vmap(ols.cast_inputs(splash)),
+  ):
+
+    def loss_fn(x, fused=fused):
+      return jnp.sum(fused(x, x, x))
+
+    low = ols.autocast(loss_fn, dtype=jnp.bfloat16)
+    counts = ols.instruments.precision_report(jax.grad(low), x).counts
+    found = [x for names in counts.values() for x in names if "pallas" in x]
+    # The backward pass also takes statistics in float32.
+    assert len(found) == 3 and all("(bfloat16" in x for x in found)
 
 
 @pytest.mark.parametrize("low", LOW)
