@@ -135,6 +135,7 @@ def test_what_leads_to_a_kernel_is_in_16_bits():
   assert dtypes_of("tanh", low, X) == ["float16"]
 
 
+@pytest.mark.slow
 def test_each_library_reaches_the_kernel_in_16_bits():
   # A CPU has no cuDNN.
   swap = {'"cudnn"': '"xla"'}
@@ -198,6 +199,7 @@ def test_the_kernels_for_tpus_are_reached_in_bfloat16():
     assert len(found) == 3 and all("(bfloat16" in x for x in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("low", LOW)
 def test_the_gradient_of_gpt2_is_as_near_as_that_of_layers_with_dtype(
   low, monkeypatch
