@@ -228,16 +228,19 @@ class Recipe:
   @property
   def dtypes_of_marked(self) -> tuple[np.dtype, ...]:
     """The dtypes that marked functions may have in some scope."""
-    scoped = [self.dtype_of_marked(x) for x, _ in self.overrides]
-    usual = self.dtype if self.level.lowers_products else FLOAT32
-    return tuple(dict.fromkeys([usual, *scoped]))
+    chosen = [None, *(dtype for _, dtype in self.overrides)]
+    return tuple(dict.fromkeys(map(self._dtype_if_chosen, chosen)))
 
   def dtype_of_marked(self, scope: str) -> np.dtype:
     """Returns the dtype of a marked function in a scope."""
     override = find_override(self.overrides, scope)
-    if override and (dtype := override[1]) is not None:
-      return self.dtype if is_float8(dtype) else dtype
-    return self.dtype if self.level.lowers_products else FLOAT32
+    return self._dtype_if_chosen(override and override[1])
+
+  def _dtype_if_chosen(self, dtype: np.dtype | None) -> np.dtype:
+    """Returns that of a marked function, if an override chooses `dtype`."""
+    if dtype is None:
+      return self.dtype if self.level.lowers_products else FLOAT32
+    return self.dtype if is_float8(dtype) else dtype
 
   @property
   def is_idle(self) -> bool:

@@ -46,7 +46,7 @@ def cast_inputs(
 
   Arrays that `fun` closes over, and objects of Flax NNX, keep their dtypes. An
   argument above 65504 becomes inf in float16. With `overrides`, `fun` is traced
-  once for each dtype in them.
+  for each dtype in them.
 
   Args:
     fun: any function of arrays. Other arguments are passed unchanged.
@@ -100,11 +100,11 @@ def cast_inputs(
 
   @functools.wraps(fun)
   def marked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-    if _around.value is None:
+    dtypes = _around.value
+    if dtypes in (None, (levels.FLOAT32,)):
       return fun(*args, **kwargs)
     bound = signature.bind(*args, **kwargs).arguments
     given = {x: bound[x] for x in names if x in bound}
-
     found = {*map(_dtype_of, jax.tree.leaves(given, is_leaf=_is_nnx))}
 
     def run(dtype: np.dtype) -> _R:
@@ -130,9 +130,6 @@ def cast_inputs(
       with scopes.mark(scopes.RESTORED):
         return _convert(outputs, dtype, levels.FLOAT32)
 
-    dtypes = _around.value
-    if dtypes == (levels.FLOAT32,):
-      return fun(*args, **kwargs)
     if len(dtypes) == 1:
       return run(dtypes[0])
     # All that the scope may choose, since it is known only later.
