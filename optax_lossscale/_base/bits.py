@@ -10,18 +10,23 @@ from collections.abc import Hashable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import functools
-import itertools
 import math
 from typing import TypeVar
 
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jax.typing import ArrayLike
 from jax.typing import DTypeLike
 import numpy as np
 
+from optax_lossscale._base import siblings
+
 _Kind = TypeVar("_Kind", bound=Hashable)
+
+# Takes arrays, and returns the largest bits.
+_Way = Callable[[Sequence[jax.Array]], jax.Array]
 
 # XLA's CPU backend reduces _FOLD elements in one vectorized loop at the speed
 # of memory, and _LANES such reductions side by side fill its vectors. A longer
@@ -37,6 +42,16 @@ _SMALL = 4096
 # longer arrays more slowly.
 _MEDIUM = 65_536
 _TOGETHER = 8
+
+# On a GPU XLA puts this many arrays of one size into one reduction. CUDA lets a
+# kernel take at most 512.
+_MANY = 64
+
+# XLA makes two kernels of a reduction of more elements to one number.
+_ONE_KERNEL = 2**14
+# As many rows as keep a large GPU busy, no longer than is read at a time.
+_ROWS = 512
+_LONGEST_ROW = 2**13
 
 
 def carrier(dtype: DTypeLike) -> DTypeLike:
@@ -99,33 +114,53 @@ def _rounded_jvp(
   return rounded(primals[0], dtype), tangents[0]
 
 
-def amax(arrays: Sequence[jax.Array], *, in_order: bool = True) -> jax.Array:
+def amax(
+  arrays: Sequence[jax.Array],
+  *,
+  in_order: bool = True,
+  scale: jax.Array | None = None,
+) -> jax.Array:
   """Returns the largest |x| in the dtype of `carrier`; NaN if any x is NaN.
 
   A CPU reads large arrays one after another, and an accelerator some together,
   which is fastest if all of them exist anyway. Unless `in_order`, each can be
-  read once it is computed, and only about 1/32 of it need be kept.
+  read once it is computed, and only about 1/32 of it need be kept. Any `scale`
+  helps a GPU to read arrays together that may be sharded.
   """
   dtype = carrier(arrays[0].dtype)
   arrays = [carried(x) for x in arrays]
-  if (
-    any(map(_may_move, arrays))
-    # There is nothing to group, and no need for two programs.
-    or not any(x.ndim for x in arrays)
-    # A dimension is a symbol in an exported program.
-    or not all(isinstance(x.size, int) for x in arrays)
-  ):
-    largest = _largest_by_leaf(arrays)
+  ways = _ways(arrays, in_order, scale)
+  if len(ways) == 1:
+    largest = ways["default"](arrays)
   else:
     # The platform that JAX compiles for need not be its default one.
-    largest = lax.platform_dependent(
-      arrays,
-      cpu=functools.partial(_largest_by_folding, in_order=in_order),
-      default=_largest_by_group
-      if in_order and not _may_be_sharded_unseen(arrays)
-      else _largest_by_leaf,
-    )
+    largest = lax.platform_dependent(arrays, **ways)
   return lax.bitcast_convert_type(largest, dtype)
+
+
+def _ways(
+  arrays: Sequence[jax.Array], in_order: bool, scale: jax.Array | None
+) -> dict[str, _Way]:
+  """Returns the function that reads arrays, for each platform."""
+  by_leaf: dict[str, _Way] = {"default": _largest_by_leaf}
+  # An exported program may have symbols as sizes. Scalars and arrays without
+  # elements are not worth several programs.
+  if not all(isinstance(x.size, int) for x in arrays) or not any(
+    x.ndim and x.size for x in arrays
+  ):
+    return by_leaf
+  may_move = any(map(_may_move, arrays))
+  folding = functools.partial(_largest_by_folding, in_order=in_order)
+  ways = by_leaf if may_move else by_leaf | {"cpu": folding}
+  if not in_order:
+    return ways
+  if not may_move and not _may_be_sharded_unseen(arrays):
+    on_gpus = dict.fromkeys(siblings.GPUS, _largest_by_row)
+    return ways | on_gpus | {"default": _largest_by_group}
+  if scale is None:
+    return ways
+  of_shards = functools.partial(_largest_of_shards, scale=scale)
+  return ways | dict.fromkeys(siblings.GPUS, of_shards)
 
 
 def within(x: jax.Array, largest: float, *terms: jax.Array) -> jax.Array:
@@ -205,9 +240,9 @@ def _may_move(x: jax.Array) -> bool:
   mesh = jax.typeof(x).sharding.mesh
   axis_types = {*mesh.axis_types}
   # Inside `shard_map` an array is one device's.
-  if mesh.empty or axis_types == {jax.sharding.AxisType.Manual}:
+  if mesh.empty or axis_types == {AxisType.Manual}:
     return False
-  return mesh.size > 1 or jax.sharding.AxisType.Explicit in axis_types
+  return mesh.size > 1 or AxisType.Explicit in axis_types
 
 
 def _may_be_sharded_unseen(arrays: Sequence[jax.Array]) -> bool:
@@ -226,16 +261,65 @@ def _largest_by_leaf(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def _largest_by_group(arrays: Sequence[jax.Array]) -> jax.Array:
-  """Returns the largest bits by few kernels, which an accelerator must launch.
+  """Returns the largest bits by one reduction for all small arrays of a shape.
 
-  A reduction on a GPU takes one kernel or two, whatever it reads.
+  Neither to join arrays nor to reshape them is free on a TPU.
   """
-  small = [x.reshape(-1) for x in arrays if x.size < _SMALL]
-  # Arrays of one shape need not be reshaped, which on a TPU is a copy.
-  groups = _groups([x for x in arrays if x.size >= _SMALL], lambda x: x.shape)
-  largest = [_together(x) for x in groups]
-  if small:
-    largest.append(magnitude_bits(jnp.concatenate(small)))
+  groups = _groups(
+    arrays,
+    lambda x: x.shape,
+    lambda shape: _MANY if math.prod(shape) < _SMALL else _TOGETHER,
+  )
+  return _largest([_together(x) for x in groups])
+
+
+def _largest_by_row(arrays: Sequence[jax.Array]) -> jax.Array:
+  """Returns the largest bits by few kernels, which a GPU must launch.
+
+  Arrays of one size share a kernel, which leaves a row of numbers or many. Then
+  one more kernel reduces the rows of all.
+  """
+  rows: list[jax.Array] = []
+  flat = [x.reshape(-1) for x in arrays]
+  for group in _groups(flat, lambda x: x.size, lambda size: _MANY):
+    found = _together(group)
+    if found.size >= _SMALL:
+      # A power of two, which threads read in vectors.
+      length = 1 << (found.size // _ROWS).bit_length() - 1
+      length = min(length, _LONGEST_ROW)
+      whole = found.size - found.size % length
+      rows.append(jnp.max(found[:whole].reshape(-1, length), axis=1))
+      found = found[whole:]
+    rows.append(found)
+  # Without the barrier XLA reduces each row by a kernel of its own.
+  return jnp.max(lax.optimization_barrier(jnp.concatenate(rows)), initial=0)
+
+
+def _largest_of_shards(
+  arrays: Sequence[jax.Array], *, scale: jax.Array
+) -> jax.Array:
+  """Returns the largest bits by few kernels, moving nothing between devices.
+
+  Each array has reductions of its own, which XLA joins for arrays of one shape.
+  """
+  # It is 0, but XLA does not know it.
+  scale = lax.bitcast_convert_type(scale.astype(jnp.float32), jnp.uint32)
+  zero = (lax.population_count(scale) >> 6).astype(_unsigned(arrays[0].dtype))
+  (zero,) = siblings.from_one_array(zero)
+  meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+  devices = math.lcm(jax.device_count(), *(x.size or 1 for x in meshes))
+  is_explicit = any(AxisType.Explicit in mesh.axis_types for mesh in meshes)
+  largest = []
+  for x in arrays:
+    found = jnp.maximum(magnitude_bits(x), zero)
+    # If it is sharded along a dimension, so are the parts that this dimension
+    # is split into, and each device finds the largest in its own.
+    for axis in () if is_explicit else (x.ndim - 1, 0):
+      if found.size > _ONE_KERNEL and found.shape[axis] % devices == 0:
+        split = *found.shape[:axis], devices, -1, *found.shape[axis + 1 :]
+        found = jnp.max(found.reshape(split), axis=axis + 1)
+        found = jnp.maximum(found, zero)
+    largest.append(found)
   return _largest(largest)
 
 
@@ -244,14 +328,18 @@ def _largest(bits: Sequence[jax.Array]) -> jax.Array:
   unsigned = bits[0].dtype
   # XLA combines reductions over devices only within one dtype.
   wide = unsigned if unsigned.itemsize > 4 else jnp.uint32
-  largest = [jnp.max(x.astype(wide), initial=0) for x in bits]
   # Maxima of two values each, not one of a stack: XLA takes such maxima on each
   # device first, and then one over the devices instead of one for each array.
-  while len(largest) > 1:
-    pairs = itertools.zip_longest(largest[::2], largest[1::2])
-    largest = [x if y is None else jnp.maximum(x, y) for x, y in pairs]
+  # That works best if sharded arrays, which are rarely vectors, come first.
+  largest = functools.reduce(
+    jnp.maximum,
+    [
+      jnp.max(x.astype(wide), initial=0)
+      for x in sorted(bits, key=lambda x: x.ndim, reverse=True)
+    ],
+  )
   # Without the barrier XLA repeats the n maxima wherever the result is used.
-  return lax.optimization_barrier(largest[0]).astype(unsigned)
+  return lax.optimization_barrier(largest).astype(unsigned)
 
 
 def _largest_by_folding(

@@ -20,6 +20,7 @@ from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
 from optax_lossscale._base import named_calls
+from optax_lossscale._base import siblings
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._step import checks
 
@@ -194,7 +195,7 @@ def _examine(
   limits: list[float] = []
   shares: list[jax.Array] = []
   for (own, limit), parts in parts_of.items():
-    largest = bits.amax(parts, in_order=in_order)
+    largest = bits.amax(parts, in_order=in_order, scale=loss_scale)
     # Compare in a dtype that holds the limit: bfloat16 would round float16's.
     wide = largest.astype(leaves.at_least_float32(largest.dtype))
     within = wide < limit if check.saturating else wide <= limit
@@ -293,13 +294,12 @@ def _largest(
 
 def decide(finding: Finding, *, rule_skips: bool) -> Outcome:
   """Returns what becomes of a step, given what was found."""
-  reported = finding.overflow | finding.dropped
-  # Without the barrier XLA would recompute the flag at every use.
-  overflow = lax.optimization_barrier(finding.overflow)
-  skipped = overflow & rule_skips
+  flags = [finding.overflow, finding.overflow | finding.dropped]
   if finding.skip is None:
-    return Outcome(overflow, reported, skipped)
-  requested = lax.optimization_barrier(finding.skip)
+    overflow, reported = siblings.shared(*flags)
+    return Outcome(overflow, reported, overflow & rule_skips)
+  overflow, reported, requested = siblings.shared(*flags, finding.skip)
+  skipped = overflow & rule_skips
   return Outcome(
     overflow,
     reported,

@@ -14,6 +14,7 @@ from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import named_calls
 from optax_lossscale._base import other_systems
+from optax_lossscale._base import siblings
 from optax_lossscale._base import trees
 from optax_lossscale._rules import base
 from optax_lossscale._rules import loss_scales
@@ -315,6 +316,7 @@ def _switched_off(
       known = devices.check_agreed(
         [skipped], state.applied_steps, axes, is_told=is_told
       )
+      (skipped,) = siblings.shared(skipped)
       new_updates, inner_state = skipping.update_unless(
         skipped, update_inner, state.inner_state, known
       )

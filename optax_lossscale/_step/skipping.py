@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 import optax
 
 from optax_lossscale._base import leaves
+from optax_lossscale._base import siblings
 from optax_lossscale._base import trees
 from optax_lossscale._jaxpr import at_definition
 from optax_lossscale._jaxpr import interpreter
@@ -25,7 +26,8 @@ def update_unless(
 ) -> tuple[optax.Updates, optax.OptState]:
   """Returns what `update` returns or, on a skip, -0.0 and the old state."""
   old_state = leaves.as_arrays(old_state)
-  choose = functools.partial(_choose, skipped)
+  flag_of = siblings.flags_by_size(skipped)
+  choose = functools.partial(_choose, flag_of)
   # In eager mode selecting at definition would cost time and save no memory.
   # Both ways give the same bits.
   if interpreter.is_staged():
@@ -40,12 +42,13 @@ def update_unless(
       updates, state = update()
     state = jax.tree.map(choose, old_state, state)
   # A constant in the recorded update comes back as a NumPy array.
-  return _zero_updates(skipped, leaves.as_arrays(updates)), state
+  return _zero_updates(flag_of, leaves.as_arrays(updates)), state
 
 
 def select(skipped: jax.Array, old: trees.Tree, new: trees.Tree) -> trees.Tree:
   """Returns `old` if the step is skipped, else `new` in the dtypes of `old`."""
-  choose = functools.partial(_choose, skipped)
+  (skipped,) = siblings.shared(skipped)
+  choose = functools.partial(_choose, siblings.flags_by_size(skipped))
   return jax.tree.map(choose, leaves.as_arrays(old), new)
 
 
@@ -108,14 +111,16 @@ def select_on_skip(
   return select(states.state_in_use(opt_state, path).skipped, old, new)
 
 
-def _choose(skipped: jax.Array, old: jax.Array, new: ArrayLike) -> jax.Array:
+def _choose(
+  flag_of: siblings.FlagOf, old: jax.Array, new: ArrayLike
+) -> jax.Array:
   """Selects one of two leaves; a product with a mask would let NaN through."""
   if not isinstance(old, jax.Array):
     return new  # `old` is float0, which has no value.
-  return jnp.where(skipped, old, jnp.asarray(new, old.dtype))
+  return jnp.where(flag_of(old), old, jnp.asarray(new, old.dtype))
 
 
-def _zero_updates(skipped: jax.Array, updates: trees.Tree) -> trees.Tree:
+def _zero_updates(flag_of: siblings.FlagOf, updates: trees.Tree) -> trees.Tree:
   """Returns the updates, all replaced by -0.0 if the step is skipped."""
 
   def choose(update: object) -> object:
@@ -125,6 +130,7 @@ def _zero_updates(skipped: jax.Array, updates: trees.Tree) -> trees.Tree:
       return update
     # Adding -0.0 changes no number, but adding 0.0 turns -0.0 into 0.0.
     zero = complex(-0.0, -0.0) if jnp.iscomplexobj(update) else -0.0
-    return jnp.where(skipped, jnp.asarray(zero, update.dtype), update)
+    minus_zero = jnp.asarray(zero, update.dtype)
+    return jnp.where(flag_of(update), minus_zero, update)
 
   return jax.tree.map(choose, updates)

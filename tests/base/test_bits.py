@@ -4,6 +4,7 @@ The authority is NumPy, and the compiled program for what is read and moved.
 """
 
 import functools
+import itertools
 import re
 
 import jax
@@ -32,24 +33,37 @@ def every(dtype):
 @functools.cache
 def jitted_amax(way):
   """Returns the jitted amax, shared by the tests of one way."""
-  return jax.jit(lambda arrays, way=way: _bits.amax(arrays))
+  return jax.jit(
+    lambda arrays, way=way: _bits.amax(arrays, scale=jnp.float32(8))
+  )
 
 
-@pytest.fixture(params=["by_folding", "by_leaf", "by_group"])
+# The platform, and whether arrays may be sharded.
+WAYS = {
+  "by_folding": ("cpu", False),
+  "by_leaf": ("cpu", True),
+  "by_group": ("tpu", False),
+  "by_row": ("cuda", False),
+  "of_shards": ("rocm", True),
+}
+
+
+@pytest.fixture(params=WAYS)
 def amax(request, monkeypatch):
   """Returns the jitted amax by one way, which is taken when it is traced."""
-  may_move = request.param == "by_leaf"
+  platform, may_move = WAYS[request.param]
   monkeypatch.setattr(_bits, "_may_move", lambda x: may_move)
-  if request.param == "by_group":
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-    take_for_an_accelerator(monkeypatch)
+  monkeypatch.setattr(_bits, "_may_be_sharded_unseen", lambda x: may_move)
+  take_for(platform, monkeypatch)
   return jitted_amax(request.param)
 
 
-def take_for_an_accelerator(monkeypatch):
-  """Makes amax read arrays on a CPU as it does on an accelerator."""
+def take_for(platform, monkeypatch):
+  """Makes amax read arrays on a CPU as it does on another platform."""
   monkeypatch.setattr(
-    jax.lax, "platform_dependent", lambda arrays, cpu, default: default(arrays)
+    jax.lax,
+    "platform_dependent",
+    lambda *args, default, **ways: ways.get(platform, default)(*args),
   )
 
 
@@ -118,30 +132,41 @@ def test_the_platform_that_is_compiled_for_decides(monkeypatch):
     assert "25x32x16 over 1" in reductions(arrays, "cpu")
 
 
-def test_an_accelerator_reads_arrays_of_one_shape_together(monkeypatch):
+def test_an_accelerator_reads_arrays_together(monkeypatch):
   monkeypatch.setattr(jax, "device_count", lambda: 1)
 
-  def count(leaves, *shape):
-    return len(reductions([jnp.ones(shape)] * leaves, "cuda"))
+  def count(platform, *shapes, leaves=100):
+    arrays = [jnp.ones(shape) for shape in shapes * leaves]
+    return len(reductions(arrays, platform))
 
-  # One for each group of eight.
-  assert [count(n, 65, 64) for n in (10, 100)] == [2, 13]
-  # Small ones are copied into one array.
-  assert [count(n, 64, 63) for n in (10, 100)] == [1, 1]
+  # One for 64 arrays of one size, and one for what they leave.
+  assert count("cuda", (65, 64), (64, 65)) == 4 + 1
+  assert count("rocm", (64, 63), (7,)) == 1
+  # A TPU would have to copy the second shape, and reads eight large ones.
+  assert count("tpu", (65, 64), (64, 65)) == 13 + 13
+  assert count("tpu", (64, 63), (7,)) == 2 + 2
   # On several devices they may be sharded without showing it.
   monkeypatch.setattr(jax, "device_count", lambda: 2)
-  assert [count(n, 65, 64) for n in (10, 100)] == [10, 100]
-  assert [count(n, 64, 63) for n in (10, 100)] == [10, 100]
+  assert count("tpu", (65, 64), (64, 63)) == 200
 
 
-def test_shardings_that_only_jit_knows_move_nothing(monkeypatch):
-  take_for_an_accelerator(monkeypatch)
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_shardings_that_only_jit_knows_move_nothing(platform, monkeypatch):
+  take_for(platform, monkeypatch)
   mesh = support.make_mesh()
   specs = [("data",), (None, "data"), ()] * 2
   shardings = [jax.NamedSharding(mesh, jax.P(*spec)) for spec in specs]
-  arrays = [np.ones((64, 200), np.float32) for _ in specs]
-  jitted = jax.jit(lambda x: _bits.amax(x), in_shardings=[shardings])
-  for line in support.between_devices(jitted.lower(arrays).compile()):
+  for shape in ((64, 200), (65, 2048), (2048, 1024)):
+    arrays = [np.ones(shape, np.float32) for _ in specs]
+    is_split = [shape[0] % 8 == 0, True, True] * 2
+    jitted = jax.jit(
+      lambda x: _bits.amax(x, scale=jnp.float32(8)),
+      in_shardings=[list(itertools.compress(shardings, is_split))],
+    )
+    compiled = jitted.lower(
+      list(itertools.compress(arrays, is_split))
+    ).compile()
+    (line,) = support.between_devices(compiled)
     assert "all-reduce(" in line
 
 

@@ -14,6 +14,7 @@ import optax_lossscale as ols
 from optax_lossscale._autocast import _products
 from optax_lossscale._base import leaves
 from optax_lossscale._base import named_calls
+from optax_lossscale._base import siblings
 from optax_lossscale._step import backward
 from optax_lossscale._step import findings
 from optax_lossscale._step import loss_scaling
@@ -232,6 +233,7 @@ ASSUMED = {
     (states._count_if, jnp.asarray(x), jnp.int32(7)) for x in (True, False)
   ],
   "findings._largest": [(over_devices, jnp.arange(5, dtype=jnp.uint32))],
+  "siblings.shared": [(siblings.shared, *jnp.asarray([True, False, True]))],
   "backward._inf_where_unusable": [
     (usable, jnp.float32(2.0**x), GRADIENTS) for x in (-9, 0, 15)
   ],
