@@ -271,6 +271,23 @@ def between_devices(compiled):
   ]
 
 
+def take_for(platform, monkeypatch, devices=None):
+  """Makes programs that are traced on a CPU those of another platform.
+
+  Args:
+    platform: as `jax.lax.platform_dependent` takes it.
+    monkeypatch: of pytest.
+    devices: how many JAX is to see; by default as many as there are.
+  """
+  monkeypatch.setattr(
+    jax.lax,
+    "platform_dependent",
+    lambda *args, default, **ways: ways.get(platform, default)(*args),
+  )
+  if devices is not None:
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+
+
 def to_the_host(compiled):
   """Returns the lines of HLO that talk to the host."""
   operations = "infeed|outfeed|send|recv|custom-call"

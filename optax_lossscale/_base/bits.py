@@ -37,14 +37,12 @@ _LANES = 16
 # An array of fewer elements costs less to copy than to read in its own kernel.
 _SMALL = 4096
 
-# Up to _TOGETHER arrays of one size share a kernel, on a CPU those below
-# _MEDIUM elements, to save compile time: there, a shared kernel would read
-# longer arrays more slowly.
+# On a CPU up to _TOGETHER arrays of one size share a kernel, to save compile
+# time. Of longer arrays than _MEDIUM it would read them more slowly.
 _MEDIUM = 65_536
 _TOGETHER = 8
 
-# On a GPU XLA puts this many arrays of one size into one reduction. CUDA lets a
-# kernel take at most 512.
+# On a GPU XLA puts no more than about 90 arrays into one kernel.
 _MANY = 64
 
 # XLA makes two kernels of a reduction of more elements to one number.
@@ -261,16 +259,13 @@ def _largest_by_leaf(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def _largest_by_group(arrays: Sequence[jax.Array]) -> jax.Array:
-  """Returns the largest bits by one reduction for all small arrays of a shape.
+  """Returns the largest bits by one reduction for all arrays of a shape.
 
   Neither to join arrays nor to reshape them is free on a TPU.
   """
-  groups = _groups(
-    arrays,
-    lambda x: x.shape,
-    lambda shape: _MANY if math.prod(shape) < _SMALL else _TOGETHER,
-  )
-  return _largest([_together(x) for x in groups])
+  groups = _groups(arrays, lambda x: x.shape, lambda shape: _MANY)
+  largest = [jnp.max(_together(x), initial=0) for x in groups]
+  return lax.optimization_barrier(jnp.max(jnp.stack(largest)))
 
 
 def _largest_by_row(arrays: Sequence[jax.Array]) -> jax.Array:

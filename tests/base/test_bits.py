@@ -54,17 +54,8 @@ def amax(request, monkeypatch):
   platform, may_move = WAYS[request.param]
   monkeypatch.setattr(_bits, "_may_move", lambda x: may_move)
   monkeypatch.setattr(_bits, "_may_be_sharded_unseen", lambda x: may_move)
-  take_for(platform, monkeypatch)
+  support.take_for(platform, monkeypatch)
   return jitted_amax(request.param)
-
-
-def take_for(platform, monkeypatch):
-  """Makes amax read arrays on a CPU as it does on another platform."""
-  monkeypatch.setattr(
-    jax.lax,
-    "platform_dependent",
-    lambda *args, default, **ways: ways.get(platform, default)(*args),
-  )
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
@@ -152,7 +143,7 @@ def test_an_accelerator_reads_arrays_together(monkeypatch):
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_shardings_that_only_jit_knows_move_nothing(platform, monkeypatch):
-  take_for(platform, monkeypatch)
+  support.take_for(platform, monkeypatch)
   mesh = support.make_mesh()
   specs = [("data",), (None, "data"), ()] * 2
   shardings = [jax.NamedSharding(mesh, jax.P(*spec)) for spec in specs]
