@@ -53,4 +53,10 @@ def shared(*scalars: jax.Array) -> list[jax.Array]:
 def flags_by_size(flag: jax.Array) -> FlagOf:
   """Returns a function from leaves to flags: the given one for small leaves."""
   alone = lax.optimization_barrier(flag)
-  return lambda leaf: flag if leaf.size < _LARGE else alone
+
+  def flag_of(leaf: jax.Array) -> jax.Array:
+    # A size is a symbol in an exported program.
+    is_small = isinstance(leaf.size, int) and leaf.size < _LARGE
+    return flag if is_small else alone
+
+  return flag_of

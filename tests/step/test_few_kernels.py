@@ -181,3 +181,17 @@ def test_an_update_under_vmap_and_for_many_platforms(monkeypatch):
     found = jax.jit(jax.vmap(lambda *x: tx.update(*x)))(grads, state)
     support.assert_same_bits(found, expected)
   assert found[1].skipped.tolist() == [False, True]
+
+
+def test_an_update_of_symbolic_sizes_is_exported_for_every_platform():
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.DynamicLossScale(8.0))
+  (rows,) = jax.export.symbolic_shape("rows")
+  grads = jax.ShapeDtypeStruct((rows, 8), jnp.float16)
+  state = tx.init(jnp.ones((3, 8)))
+  exported = jax.export.export(
+    jax.jit(tx.update), platforms=("cpu", "cuda", "tpu")
+  )(grads, jax.eval_shape(lambda: state))
+  for value in (16.0, np.nan):
+    values = np.full((3, 8), value, np.float16)
+    found = exported.call(values, state)
+    support.assert_same_bits(found, jax.jit(tx.update)(values, state))
