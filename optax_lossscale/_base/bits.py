@@ -16,7 +16,6 @@ from typing import TypeVar
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 from jax.typing import ArrayLike
 from jax.typing import DTypeLike
 import numpy as np
@@ -238,9 +237,9 @@ def _may_move(x: jax.Array) -> bool:
   mesh = jax.typeof(x).sharding.mesh
   axis_types = {*mesh.axis_types}
   # Inside `shard_map` an array is one device's.
-  if mesh.empty or axis_types == {AxisType.Manual}:
+  if mesh.empty or axis_types == {jax.sharding.AxisType.Manual}:
     return False
-  return mesh.size > 1 or AxisType.Explicit in axis_types
+  return mesh.size > 1 or jax.sharding.AxisType.Explicit in axis_types
 
 
 def _may_be_sharded_unseen(arrays: Sequence[jax.Array]) -> bool:
@@ -303,13 +302,12 @@ def _largest_of_shards(
   (zero,) = siblings.from_one_array(zero)
   meshes = [jax.typeof(x).sharding.mesh for x in arrays]
   devices = math.lcm(jax.device_count(), *(x.size or 1 for x in meshes))
-  is_explicit = any(AxisType.Explicit in mesh.axis_types for mesh in meshes)
   largest = []
   for x in arrays:
     found = jnp.maximum(magnitude_bits(x), zero)
     # If it is sharded along a dimension, so are the parts that this dimension
     # is split into, and each device finds the largest in its own.
-    for axis in () if is_explicit else (x.ndim - 1, 0):
+    for axis in (x.ndim - 1, 0):
       if found.size > _ONE_KERNEL and found.shape[axis] % devices == 0:
         split = *found.shape[:axis], devices, -1, *found.shape[axis + 1 :]
         found = jnp.max(found.reshape(split), axis=axis + 1)

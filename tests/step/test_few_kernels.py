@@ -36,6 +36,7 @@ def ones(dtype, sizes=SIZES):
 TREES = {
   "none": [],
   "empty": [np.ones((0, 3), np.float16), np.ones(0, np.float16)],
+  "zeros": [np.zeros(n, np.float16) for n in (7, 5000)],
   "512, 3 and nothing": ones(np.float16, (3, 512, 0)),
   "sizes": ones(np.float16),
   "matrices": [np.ones((64, 8 * n), np.float32) for n in (1, 33, 64, 64)],
@@ -47,7 +48,15 @@ TREES = {
   "complex": ones(np.complex64, (7, 5000)),
   "float64": ones(np.float64, (7, 5000)),
 }
-QUICK = {"none", "empty", "512, 3 and nothing", "float0", "complex", "matrices"}
+QUICK = {
+  "none",
+  "empty",
+  "zeros",
+  "512, 3 and nothing",
+  "float0",
+  "complex",
+  "matrices",
+}
 # The largest number, the smallest one, inf and NaN, also with other payloads.
 WORDS = {
   2: ("7bff", "0001", "fc00", "7e00", "ffff", "7c01"),
@@ -83,7 +92,7 @@ def test_guarantee_5_every_program_finds_the_same_bits(name, monkeypatch):
 
   functions = {}
   with jax.enable_x64(name == "float64"), monkeypatch.context() as patched:
-    scale = jnp.float32(8)
+    scale = jnp.float32(2 - 2**-23)  # Nearly all of its bits are set.
     for program, (platform, devices) in PROGRAMS.items():
       support.take_for(platform, patched, devices)
       functions[program] = jax.jit(functools.partial(examine))
