@@ -45,7 +45,7 @@ def update_unless(
 
 def select(skipped: jax.Array, old: trees.Tree, new: trees.Tree) -> trees.Tree:
   """Returns `old` if the step is skipped, else `new` in the dtypes of `old`."""
-  choose = functools.partial(_choose, skipped)
+  choose = functools.partial(_choose, jnp.asarray(skipped))  # It may be NNX's.
   return jax.tree.map(choose, leaves.as_arrays(old), new)
 
 
@@ -112,7 +112,7 @@ def _choose(skipped: jax.Array, old: jax.Array, new: ArrayLike) -> jax.Array:
   """Selects one of two leaves; a product with a mask would let NaN through."""
   if not isinstance(old, jax.Array):
     return new  # `old` is float0, which has no value.
-  return jnp.where(skipped, old, jnp.asarray(new, old.dtype))
+  return jax.lax.select(skipped, old, jnp.asarray(new, old.dtype))
 
 
 def _zero_updates(skipped: jax.Array, updates: trees.Tree) -> trees.Tree:
@@ -125,6 +125,6 @@ def _zero_updates(skipped: jax.Array, updates: trees.Tree) -> trees.Tree:
       return update
     # Adding -0.0 changes no number, but adding 0.0 turns -0.0 into 0.0.
     zero = complex(-0.0, -0.0) if jnp.iscomplexobj(update) else -0.0
-    return jnp.where(skipped, jnp.asarray(zero, update.dtype), update)
+    return jax.lax.select(skipped, jax.lax.full_like(update, zero), update)
 
   return jax.tree.map(choose, updates)
