@@ -186,10 +186,13 @@ def loss_scaling(
         scaled_grads, averaged, outcome.overflow
       )
 
+    # Not in `update_inner`, of which JAX traces each equation twice. The list
+    # lets go of them before anything is selected outside jit.
+    gradients = [leaves.unscale(scaled_grads, loss_scale)]
+
     def update_inner() -> tuple[optax.Updates, optax.OptState]:
-      gradients = leaves.unscale(scaled_grads, loss_scale)
       return _update_inner(
-        inner, gradients, state.inner_state, inner_params, extra_args
+        inner, gradients.pop(), state.inner_state, inner_params, extra_args
       )
 
     may_skip = rule.skip or finding.skip is not None

@@ -47,7 +47,7 @@ def update_unless(
 
 def select(skipped: jax.Array, old: trees.Tree, new: trees.Tree) -> trees.Tree:
   """Returns `old` if the step is skipped, else `new` in the dtypes of `old`."""
-  (skipped,) = siblings.shared(skipped)
+  (skipped,) = siblings.shared(jnp.asarray(skipped))  # It may be NNX's.
   choose = functools.partial(_choose, siblings.flags_by_size(skipped))
   return jax.tree.map(choose, leaves.as_arrays(old), new)
 
@@ -117,7 +117,7 @@ def _choose(
   """Selects one of two leaves; a product with a mask would let NaN through."""
   if not isinstance(old, jax.Array):
     return new  # `old` is float0, which has no value.
-  return jnp.where(flag_of(old), old, jnp.asarray(new, old.dtype))
+  return jax.lax.select(flag_of(old), old, jnp.asarray(new, old.dtype))
 
 
 def _zero_updates(flag_of: siblings.FlagOf, updates: trees.Tree) -> trees.Tree:
@@ -130,7 +130,8 @@ def _zero_updates(flag_of: siblings.FlagOf, updates: trees.Tree) -> trees.Tree:
       return update
     # Adding -0.0 changes no number, but adding 0.0 turns -0.0 into 0.0.
     zero = complex(-0.0, -0.0) if jnp.iscomplexobj(update) else -0.0
-    minus_zero = jnp.asarray(zero, update.dtype)
-    return jnp.where(flag_of(update), minus_zero, update)
+    return jax.lax.select(
+      flag_of(update), jax.lax.full_like(update, zero), update
+    )
 
   return jax.tree.map(choose, updates)
