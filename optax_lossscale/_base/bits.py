@@ -220,8 +220,9 @@ def parts(x: jax.Array) -> list[jax.Array]:
 def magnitude_bits(x: jax.Array) -> jax.Array:
   """Returns the bits of |x| as unsigned integers, which sort like |x| does."""
   unsigned = _unsigned(x.dtype)
-  all_but_sign = jnp.array(jnp.iinfo(unsigned).max >> 1, unsigned)
-  return lax.bitcast_convert_type(x, unsigned) & all_but_sign
+  all_but_sign = unsigned.type(np.iinfo(unsigned).max >> 1)
+  # Functions of `lax` are traced in a third of the time of those of `jnp`.
+  return lax.bitwise_and(lax.bitcast_convert_type(x, unsigned), all_but_sign)
 
 
 def _unsigned(dtype: DTypeLike) -> np.dtype:
@@ -263,8 +264,8 @@ def _largest_by_group(arrays: Sequence[jax.Array]) -> jax.Array:
   Neither to join arrays nor to reshape them is free on a TPU.
   """
   groups = _groups(arrays, lambda x: x.shape, lambda shape: _MANY)
-  largest = [jnp.max(_together(x), initial=0) for x in groups]
-  return lax.optimization_barrier(jnp.max(jnp.stack(largest)))
+  largest = [_max(_together(x)) for x in groups]
+  return lax.optimization_barrier(_max(jnp.stack(largest)))
 
 
 def _largest_by_row(arrays: Sequence[jax.Array]) -> jax.Array:
@@ -282,11 +283,13 @@ def _largest_by_row(arrays: Sequence[jax.Array]) -> jax.Array:
       length = 1 << (found.size // _ROWS).bit_length() - 1
       length = min(length, _LONGEST_ROW)
       whole = found.size - found.size % length
-      rows.append(jnp.max(found[:whole].reshape(-1, length), axis=1))
-      found = found[whole:]
+      full = lax.slice(found, [0], [whole])
+      full = lax.reshape(full, (whole // length, length))
+      rows.append(lax.reduce_max(full, [1]))
+      found = lax.slice(found, [whole], [found.size])
     rows.append(found)
   # Without the barrier XLA reduces each row by a kernel of its own.
-  return jnp.max(lax.optimization_barrier(jnp.concatenate(rows)), initial=0)
+  return _max(lax.optimization_barrier(lax.concatenate(rows, 0)))
 
 
 def _largest_of_shards(
@@ -304,14 +307,14 @@ def _largest_of_shards(
   devices = math.lcm(jax.device_count(), *(x.size or 1 for x in meshes))
   largest = []
   for x in arrays:
-    found = jnp.maximum(magnitude_bits(x), zero)
+    found = lax.max(magnitude_bits(x), zero)
     # If it is sharded along a dimension, so are the parts that this dimension
     # is split into, and each device finds the largest in its own.
     for axis in (x.ndim - 1, 0):
       if found.size > _ONE_KERNEL and found.shape[axis] % devices == 0:
         split = *found.shape[:axis], devices, -1, *found.shape[axis + 1 :]
-        found = jnp.max(found.reshape(split), axis=axis + 1)
-        found = jnp.maximum(found, zero)
+        found = lax.reduce_max(found.reshape(split), [axis + 1])
+        found = lax.max(found, zero)
     largest.append(found)
   return _largest(largest)
 
@@ -325,9 +328,9 @@ def _largest(bits: Sequence[jax.Array]) -> jax.Array:
   # device first, and then one over the devices instead of one for each array.
   # That works best if sharded arrays, which are rarely vectors, come first.
   largest = functools.reduce(
-    jnp.maximum,
+    lax.max,
     [
-      jnp.max(x.astype(wide), initial=0)
+      _max(lax.convert_element_type(x, wide))
       for x in sorted(bits, key=lambda x: x.ndim, reverse=True)
     ],
   )
@@ -354,20 +357,20 @@ def _largest_by_folding(
     small += rests
     once = _fold(_together(blocks, *([so_far] if in_order else [])))
     folded, rest = _blocks(once)
-    maxima.append(jnp.concatenate([_fold(folded), rest]))
+    maxima.append(lax.concatenate([_fold(folded), rest], 0))
     # The second fold is too short for several cores, so the next reduction does
     # not wait for it, but for the one before.
-    so_far = jnp.maximum(_first(once), before if in_order else so_far)
+    so_far = lax.max(_first(once), before if in_order else so_far)
     before = _first(maxima[-1])
   # A second use of the first folds, which XLA then does not merge with the
   # second ones. jax 0.10.2 needs it, since its XLA drops the barriers first.
   maxima.append(so_far[None])
-  folded, rest = _blocks(jnp.concatenate(small))
+  folded, rest = _blocks(lax.concatenate(small, 0))
   if folded.size:
     maxima.append(_fold(magnitude_bits(folded)))
   maxima.append(magnitude_bits(rest))
   # Without the barrier XLA merges the second folds with this maximum.
-  return jnp.max(lax.optimization_barrier(jnp.concatenate(maxima)), initial=0)
+  return _max(lax.optimization_barrier(lax.concatenate(maxima, 0)))
 
 
 def _groups(
@@ -386,18 +389,24 @@ def _groups(
 
 def _together(arrays: Sequence[jax.Array], *bits: jax.Array) -> jax.Array:
   """Returns the largest bits of arrays of one shape, element by element."""
-  return functools.reduce(jnp.maximum, [*bits, *map(magnitude_bits, arrays)])
+  return functools.reduce(lax.max, [*bits, *map(magnitude_bits, arrays)])
+
+
+def _max(x: jax.Array) -> jax.Array:
+  """Returns the largest unsigned integer, 0 if there is none."""
+  return lax.reduce_max(x, range(x.ndim))
 
 
 def _blocks(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Splits `x` into a part that can be folded, and the rest."""
   whole = x.size - x.size % (_FOLD * _LANES)
-  return x[:whole], x[whole:]
+  return lax.slice(x, [0], [whole]), lax.slice(x, [whole], [x.size])
 
 
 def _fold(bits: jax.Array) -> jax.Array:
   """Returns the maxima of groups of 32 elements of `bits`."""
-  largest = jnp.max(bits.reshape(-1, _FOLD, _LANES), axis=1)
+  shape = bits.size // (_FOLD * _LANES), _FOLD, _LANES
+  largest = lax.reduce_max(lax.reshape(bits, shape), [1])
   # Without the barrier XLA may merge this fold into the next one, or into the
   # loop that concatenates the results. That loop takes up to twice the time.
   separate: jax.Array = lax.optimization_barrier(largest)
