@@ -20,6 +20,7 @@ from benchmarks import jax_training
 from benchmarks import machine
 from benchmarks import nonfinite
 from benchmarks import parts
+from benchmarks import phase
 from benchmarks import products
 from benchmarks import rounds
 from benchmarks import summary
@@ -236,10 +237,8 @@ def test_gpu_writes_every_part_with_its_machine(tmp_path, monkeypatch):
   """The train step is left out; another test covers it."""
   monkeypatch.delitem(gpu._PARTS, "Train step")
   # One leaf is so small that it cannot be folded.
-  small = jax.ShapeDtypeStruct((3,), jnp.float32)
-  monkeypatch.setattr(
-    gpu, "_params", lambda plan: [gpu._SMALL_LEAF] * 2 + [small]
-  )
+  leaf, small = (jax.ShapeDtypeStruct((n,), jnp.float32) for n in (1024, 3))
+  monkeypatch.setattr(gpu, "_params", lambda plan: [leaf] * 2 + [small])
   assert command.main(["gpu", "--tiny", "--out", str(tmp_path)]) == 0
   figures = json.loads((tmp_path / "gpu.json").read_text())
   page = (tmp_path / "gpu.md").read_text()
@@ -254,7 +253,7 @@ def test_gpu_writes_every_part_with_its_machine(tmp_path, monkeypatch):
   assert all(row.keys() == {"seen"} for row in rows.values())
   cases = int(rows["every NaN and inf is seen"]["seen"].split()[0])
   assert cases >= 3 * len(nonfinite.values("float16"))
-  count = 2 * gpu._SMALL_LEAF.size + 3
+  count = 2 * leaf.size + small.size
   rows = figures["parts"]["Update phase"]
   without = ", no command buffers"
   assert {name: row["traffic"] / count for name, row in rows.items()} == {
@@ -263,6 +262,11 @@ def test_gpu_writes_every_part_with_its_machine(tmp_path, monkeypatch):
     "adamw, float16": 26,
     "loss_scaling(adamw), float16": 28,
     "the check, float16": 2,
+    "adamw, one rate for all leaves": 26,
+    **{
+      f"a flag for {leaves} leaves of a shape, large ones together": 28
+      for leaves in (12, "all", 4, 2)
+    },
     "adamw, float32": 28,
     "loss_scaling(adamw), float32": 32,
     "the check, float32": 4,
@@ -285,6 +289,7 @@ def part(*rows, reason=None):
 
 
 def test_only_a_defect_of_a_part_fails_the_command_gpu(monkeypatch, tmp_path):
+  monkeypatch.setattr(phase, "digest", lambda: "")  # It takes long.
   no_time = part({"a": {"left_out": "TimeoutError: no time was left"}})
   monkeypatch.setattr(gpu, "_PARTS", {"One": no_time})
   assert gpu.main(["--tiny", "--out", str(tmp_path)]) == 0
