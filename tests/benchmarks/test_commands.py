@@ -90,6 +90,38 @@ def test_a_page_has_the_stored_figures(measured, page):
   assert measured.page(stored) in documents.read(page)
 
 
+def test_each_file_of_figures_names_its_commit():
+  folder = documents.ROOT / "benchmarks" / "measured"
+  for path in folder.glob("*.json"):
+    about = json.loads(path.read_text())["machine"]
+    assert about["commit"]
+    page = path.with_suffix(".md")
+    assert not page.exists() or machine.headline(about) in page.read_text()
+
+
+@pytest.mark.parametrize(
+  ("name", "pages"),
+  [
+    ("h100", ["README.md", "CHANGELOG.md", "docs/costs.md", "paper/paper.typ"]),
+    ("targets", ["docs/costs.md"]),
+  ],
+)
+def test_pages_say_where_the_update_has_changed_since(name, pages, monkeypatch):
+  monkeypatch.setattr(jax, "device_count", lambda: 1)
+  stored = json.loads(documents.read(f"benchmarks/measured/{name}.json"))
+  about = stored["machine"]
+  if "update" in stored:
+    now = machine.describe()["versions"]
+    if any(now[x] != about["versions"][x] for x in ("jax", "optax")):
+      pytest.skip("Another version makes another program.")
+  has_changed = stored.get("update") != phase.digest()
+  when, _, commit = about["commit"].rpartition(" ")
+  claim = f"{when or 'at'} commit {commit}, and the update has changed since"
+  for page in pages:
+    text = documents.one_line(documents.read(page))
+    assert (claim in text) == has_changed, f"{page}: {claim}"
+
+
 # These need nothing beyond the library and its tests.
 PEERS = (
   *("bare", "one more read", "optax_lossscale", "lax.cond"),
