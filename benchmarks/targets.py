@@ -232,7 +232,7 @@ def main(argv: Sequence[str]) -> int:
   parser.add_argument(
     "--keep",
     action="store_true",
-    help="keep the other figures of targets.json; the update must be the same",
+    help="keep the other figures of targets.json, of the same update",
   )
   known = *TARGETS, *MESHES.values()
   parser.add_argument(
@@ -254,14 +254,16 @@ def main(argv: Sequence[str]) -> int:
     parser.error(str(error))
   path = arguments.out / "targets.json"
   parts: dict[str, Any] = {part: {} for part in PARTS}
-  update_now = phase.digest()
-  if arguments.keep:
-    stored = json.loads(path.read_text(encoding="utf-8"))
-    if stored.get("update") != update_now:
-      parser.error(f"argument --keep: {path} must have figures of this update")
-    parts |= stored["parts"]
   content = command.begin("targets", argv)
-  content |= {"update": update_now, "parts": parts}
+  content |= {"update": phase.digest(), "parts": parts}
+  if arguments.keep:
+    stored = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    if _measured(stored) != _measured(content):
+      parser.error(
+        f"argument --keep: {path} must have figures of this update and these "
+        "versions"
+      )
+    parts |= stored["parts"]
   has_failed = False
   for part in arguments.only:
     for target in filter(targets.__contains__, PARTS[part].targets):
@@ -270,6 +272,11 @@ def main(argv: Sequence[str]) -> int:
       report.write(path, content)
   print(page(content))
   return int(has_failed)
+
+
+def _measured(content: Mapping[str, Any]) -> Any:
+  """Returns the update and the versions of a file of figures."""
+  return content.get("update"), content.get("machine", {}).get("versions")
 
 
 def page(content: Mapping[str, Any]) -> str:

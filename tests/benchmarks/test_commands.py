@@ -80,6 +80,33 @@ def test_a_bad_option_ends_in_one_line(
   assert line.startswith("python -m benchmarks") and message in line
 
 
+def test_targets_keep_figures_of_the_same_update_only(
+  tmp_path, monkeypatch, capsys
+):
+  monkeypatch.setattr(targets.compiling, "find_python", lambda folder: None)
+  numbers = iter(range(9))
+
+  def figures(part, target):
+    return {"bare": {"kernels": next(numbers), "temporaries": 0}}
+
+  monkeypatch.setattr(targets, "figures", figures)
+
+  def run(*words, update="a"):
+    monkeypatch.setattr(phase, "digest", lambda: update)
+    words = ["targets", f"--out={tmp_path}", "--only", "train step", *words]
+    assert command.main(words) == 0
+    made = json.loads((tmp_path / "targets.json").read_text())["parts"]
+    found = made["train step"].items()
+    return {target: rows["bare"]["kernels"] for target, rows in found}
+
+  assert run("--on=h100,h200") == {"h100": 0, "h200": 1}
+  assert run("--on=v5e,h100", "--keep") == {"h100": 2, "h200": 1, "v5e": 3}
+  with pytest.raises(SystemExit):
+    run("--on=h200", "--keep", update="b")
+  assert "must have figures of this update" in capsys.readouterr().err
+  assert run("--on=h200") == {"h200": 4}
+
+
 @pytest.mark.parametrize(
   ("measured", "page"),
   [(targets, "docs/costs.md"), (products, "docs/does_it_matter.md")],
