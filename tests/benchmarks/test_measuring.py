@@ -131,7 +131,7 @@ def test_flags_in_other_groups_give_the_bits_of_the_library(
   joins_large, groups, monkeypatch
 ):
   monkeypatch.setattr(siblings, "_LARGE", 100)
-  params = [jnp.full(x, 3.0) for x in 5 * [(3,)] + 3 * [(9, 20)]]
+  params = [jnp.full(x, 3.0) for x in 6 * [(3,)] + 4 * [(9, 20)]]
   adamw = optax.adamw(0.1)
   scaled = ols.loss_scaling(adamw, ols.DynamicLossScale())
 
