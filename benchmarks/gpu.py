@@ -1,8 +1,9 @@
 """`python -m benchmarks gpu`: loss scaling on one device, meant for a GPU.
 
 It tests the guarantees there, times the update and its check against the
-bandwidth of the memory, and times whole train steps of GPT-2 small in every
-precision, in JAX and in torch. The page and the figures are written after each
+bandwidth of the memory, and the update with leaves that share their flag in
+other groups, and times whole train steps of GPT-2 small in every precision, in
+JAX and in torch. The page and the figures are written after each
 part, so that they outlive a crash in the next one.
 """
 
@@ -61,7 +62,6 @@ _COLUMNS = {
   "skipped_steps": ("skipped", 1),
 }
 _LEAF = jax.ShapeDtypeStruct((1000, 500), jnp.float32)
-_SMALL_LEAF = jax.ShapeDtypeStruct((32, 32), jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +130,7 @@ def main(argv: Sequence[str]) -> int:
       for name, value in os.environ.items()
       if name.startswith(_ENVIRONMENT)
     },
+    "update": phase.digest(),
     "hardware": "",
     "plan": dataclasses.asdict(plan),
     "parts": {},
@@ -166,17 +167,6 @@ def _updates(plan: Plan, until: float) -> _Part:
   )
 
 
-def _groups(plan: Plan, until: float) -> _Part:
-  count = plan.leaf_counts[-1]
-  trees = {
-    "GPT-2": _params(plan),
-    f"{count:,} leaves of 32 x 32": [_SMALL_LEAF] * count,
-  }
-  yield traffic.measure(
-    traffic.groups(trees), rounds=plan.rounds, calls=plan.calls, until=until
-  )
-
-
 def _steps(plan: Plan, until: float) -> _Part:
   contest = contest_lib.Contest(plan.size, batch=plan.batch, length=plan.length)
   start = time.monotonic()
@@ -203,8 +193,7 @@ def _kernels(plan: Plan, until: float) -> _Part:
 # Each with the share of the time by which it must be done.
 _PARTS: dict[str, tuple[Callable[..., _Part], float]] = {
   "Guarantees": (_guarantees, 0.2),
-  "Update phase": (_updates, 0.4),
-  "Check, leaves grouped": (_groups, 0.5),
+  "Update phase": (_updates, 0.5),
   "Train step": (_steps, 0.93),
   "Check, kernels": (_kernels, 1.0),
 }

@@ -46,18 +46,30 @@ def run(*, tiny: bool, until: float) -> dict[str, dict[str, str]]:
 def _skip() -> str:
   """A skipped step keeps every bit."""
   params = {"a": _spread(np.float32, -9, 3, 0), "b": np.float32([-0.0, 3.0])}
+  # A GPU updates a dozen small leaves of one shape in one kernel.
+  shared = _spread(np.float32, -9, 3, 9)[: 13 * 300].reshape(13, 300)
+  params |= {f"c{i}": x for i, x in enumerate(shared)}
   for inner in (optax.adamw(1e-2), optax.lamb(1e-2), optax.sgd(1e-2, 0.9)):
     tx = ols.loss_scaling(inner, ols.DynamicLossScale())
     update = jax.jit(phase.make(tx))
     scaled_grads = jax.tree.map(lambda x: x.astype(_HALF), params)
     before = update((params, tx.init(params)), scaled_grads)
-    scaled_grads["a"][7777] = np.inf
-    after = update(before, scaled_grads)
-    _expect(bool(after[1].skipped), "the step was not skipped")
-    kept = [(p, state.inner_state) for p, state in (before, after)]
-    for x, y in zip(*map(jax.tree.leaves, kept), strict=True):
-      _expect_same(y, np.asarray(x))
+    kept = [*map(np.asarray, jax.tree.leaves(_inner(before)))]
+    for i, (name, x) in enumerate(scaled_grads.items()):
+      # The first and the last place, and some between.
+      place = (0, x.size - 1, 7777 % x.size, 37 * i % x.size)[i % 4]
+      bad = x.copy()
+      bad[place] = (np.inf, np.nan, -np.inf)[i % 3]
+      after = update(before, scaled_grads | {name: bad})
+      _expect(bool(after[1].skipped), f"{bad[place]} at {name}[{place}]")
+      for old, new in zip(kept, jax.tree.leaves(_inner(after)), strict=True):
+        _expect_same(new, old)
   return "AdamW, LAMB, SGD with momentum"
+
+
+def _inner(state: Any) -> Any:
+  params, opt_state = state
+  return params, opt_state.inner_state
 
 
 def _growth() -> str:

@@ -1,4 +1,4 @@
-"""What a figure was measured on: the machine, the versions, the date."""
+"""What a figure was measured on: the machine, versions, commit and date."""
 
 from collections.abc import Mapping
 import datetime
@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import subprocess
 from typing import Any
 
 import jax
@@ -23,15 +24,17 @@ _PACKAGES = (
   "torch",
   "numpy",
 )
+_ROOT = pathlib.Path(__file__).parents[1]
 
 
 def describe() -> dict[str, Any]:
-  """Returns the machine, the versions and the date.
+  """Returns the machine, the versions, the commit and the date.
 
   Returns:
     A dict for JSON: `cpu` is the model, `cores` how many this process may use,
     `device` what JAX computes on. In `versions`, a package that is not
-    installed is None. `date` is in UTC.
+    installed is None. `commit` ends in "-dirty" if a file differs from it, and
+    is None outside a clone. `date` is in UTC.
   """
   return {
     "cpu": _cpu_model(),
@@ -40,6 +43,7 @@ def describe() -> dict[str, Any]:
     "system": platform.platform(terse=True),
     "python": platform.python_version(),
     "versions": {name: _version(name) for name in _PACKAGES},
+    "commit": _commit(),
     "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
   }
 
@@ -72,6 +76,7 @@ def headline(description: Mapping[str, Any]) -> str:
   ]
   if missing:
     lines.append(f"not installed: {', '.join(missing)}")
+  lines.append(f"commit {description['commit'] or 'unknown'}")
   return "\n".join([*lines, description["date"]])
 
 
@@ -93,6 +98,17 @@ def _cores() -> int:
   if hasattr(os, "sched_getaffinity"):
     return len(os.sched_getaffinity(0))
   return os.cpu_count() or 1
+
+
+def _commit() -> str | None:
+  # Of this very folder, and not of a clone that it happens to be in.
+  words = ["git", f"--git-dir={_ROOT}/.git", f"--work-tree={_ROOT}"]
+  words += ["describe", "--always", "--dirty", "--exclude=*"]
+  try:
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+  except (OSError, subprocess.CalledProcessError):
+    return None
+  return done.stdout.strip()
 
 
 def _version(package: str) -> str | None:

@@ -10,27 +10,24 @@ from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
 import functools
+import itertools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks import flags
 from benchmarks import kernels
 from benchmarks import phase
 from benchmarks import rounds as rounds_lib
 import optax_lossscale as ols
-from optax_lossscale._base import bits
 
-# How many leaves of one shape the check reads in one kernel, and below how many
-# elements it copies leaves into one array.
-GROUPS = (
-  *((1, 512), (8, 512), (8, 4096), (16, 4096), (32, 4096)),
-  *((8, 2**17), (8, 2**20)),
-)
 # XLA then launches kernel by kernel.
 NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
-_ADAMW = optax.adamw(3e-4)
+_RATE = 3e-4
+_ADAMW = optax.adamw(_RATE)
 _SCALED = ols.loss_scaling(_ADAMW, ols.DynamicLossScale())
 
 
@@ -69,19 +66,25 @@ Makers = Mapping[str, Callable[[], Phase]]
 def updates(params: Any) -> Makers:
   """Returns copies, checks and updates, by name, the most important first.
 
+  Among them are updates whose leaves share their flag in other groups than the
+  library's, and the bare optimizer whose leaves share the learning rate.
+
   Args:
     params: a float32 tree; only its shapes are used.
   """
 
   def update(dtype: str, tx: Any, step: Any = None, options: Any = None) -> Any:
     state = _ones(params), jax.jit(tx.init)(_ones(params))
-    gradients = _ones(params, dtype)
+    gradients = gradients_in(dtype)
     # Parameters and two moments, each read and written.
     reads = 1 if tx is _ADAMW else 2
     traffic = 6 * _bytes(state[0]) + reads * _bytes(gradients)
     step = step or phase.make(tx)
     return _phase(step, state, gradients, traffic, options)
 
+  # A dozen updates with their own states fit a card; these are not donated.
+  gradients_in = functools.cache(functools.partial(_ones, params))
+  both = optax.chain(phase.CHECK, _ADAMW)
   partial = functools.partial
   makers: dict[str, Callable[[], Phase]] = {
     "copy of one array": partial(_one_array, params, writes=True),
@@ -93,7 +96,19 @@ def updates(params: Any) -> Makers:
       f"loss_scaling(adamw), {dtype}": partial(update, dtype, _SCALED),
       f"the check, {dtype}": partial(_check, params, dtype),
     }
-  both = optax.chain(phase.CHECK, _ADAMW)
+    if dtype == "float16":
+      step = flags.rate_from_array(_RATE)
+      makers["adamw, one rate for all leaves"] = partial(
+        update, dtype, _ADAMW, step
+      )
+      ways = (False, True) if flags.has_large(params) else (True,)
+      for count, joins_large in itertools.product(flags.COUNTS, ways):
+        step = flags.make(phase.CHECK, _ADAMW, count, joins_large=joins_large)
+        leaves = "all leaves" if count == math.inf else f"{count} leaves"
+        large = "together" if joins_large else "alone"
+        makers[f"a flag for {leaves} of a shape, large ones {large}"] = partial(
+          update, dtype, both, step
+        )
   conditional = phase.make_conditional(phase.CHECK, _ADAMW)
   under_cond = partial(update, "float16", both, conditional)
   makers["adamw under lax.cond, float16"] = under_cond
@@ -102,34 +117,6 @@ def updates(params: Any) -> Makers:
       makers[f"{name}, no command buffers"] = partial(
         make, options=NO_COMMAND_BUFFERS
       )
-  return makers
-
-
-def groups(trees: Mapping[str, Any]) -> Makers:
-  """Returns the check of trees, their leaves grouped in each of `GROUPS`.
-
-  Args:
-    trees: by name; only their shapes are used.
-  """
-
-  def check(tree: Any, group: tuple[int, int]) -> Phase:
-    before = bits._TOGETHER, bits._SMALL
-    bits._TOGETHER, bits._SMALL = group
-    jax.clear_caches()  # JAX keeps what it has traced.
-    try:
-      return _check(tree, "float16")
-    finally:
-      bits._TOGETHER, bits._SMALL = before
-
-  makers: dict[str, Callable[[], Phase]] = {
-    "sum of one array": functools.partial(
-      _one_array, next(iter(trees.values()))
-    )
-  }
-  for together, small in GROUPS:
-    for name, tree in trees.items():
-      line = f"{name}, {together} together, joined below {small:,}"
-      makers[line] = functools.partial(check, tree, (together, small))
   return makers
 
 

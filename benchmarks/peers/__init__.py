@@ -16,12 +16,13 @@ class Peer(NamedTuple):
   """One of those who are compared.
 
   Attributes:
-    make: makes the contender; it imports what it needs.
+    make: makes the contender; it imports what it needs. The makers of "bare"
+      and "optax_lossscale" take another optimizer.
     needs: the modules that it imports, beside JAX and optax.
     baseline: whose time its own is divided by; its own optimizer, bare.
   """
 
-  make: Callable[[], Contender]
+  make: Callable[..., Contender]
   needs: tuple[str, ...] = ()
   baseline: str = "bare"
 

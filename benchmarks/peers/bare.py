@@ -11,9 +11,15 @@ from benchmarks.peers import contender
 from benchmarks.peers import settings
 
 
-def bare() -> contender.JaxContender:
-  """Returns `optax.adamw` and `optax.apply_updates`, nothing else."""
-  return _make(lambda gradients: ())
+def bare(
+  inner: optax.GradientTransformation | None = None,
+) -> contender.JaxContender:
+  """Returns an optimizer and `optax.apply_updates`, nothing else.
+
+  Args:
+    inner: the optimizer; by default `optax.adamw`.
+  """
+  return _make(lambda gradients: (), inner)
 
 
 def one_more_read() -> contender.JaxContender:
@@ -27,8 +33,9 @@ def one_more_read() -> contender.JaxContender:
 
 def _make(
   look: Callable[[list[jax.Array]], Any],
+  inner: optax.GradientTransformation | None = None,
 ) -> contender.JaxContender:
-  tx = settings.adamw()
+  tx = inner or settings.adamw()
 
   def init(params: list[jax.Array]) -> contender.State:
     return contender.State(params, tx.init(params), look(params))

@@ -13,9 +13,15 @@ import optax_lossscale as ols
 _RULE = ols.DynamicLossScale(settings.LOSS_SCALE)
 
 
-def loss_scaling() -> contender.JaxContender:
-  """Returns `loss_scaling` around the optimizer, as in the README."""
-  tx = ols.loss_scaling(settings.adamw(), _RULE)
+def loss_scaling(
+  inner: optax.GradientTransformation | None = None,
+) -> contender.JaxContender:
+  """Returns `loss_scaling` around an optimizer, as in the README.
+
+  Args:
+    inner: the optimizer; by default `optax.adamw`.
+  """
+  tx = ols.loss_scaling(inner or settings.adamw(), _RULE)
   return _make(tx, phase.make(tx))
 
 

@@ -20,6 +20,7 @@ from benchmarks import jax_training
 from benchmarks import machine
 from benchmarks import nonfinite
 from benchmarks import parts
+from benchmarks import phase
 from benchmarks import products
 from benchmarks import rounds
 from benchmarks import summary
@@ -79,6 +80,33 @@ def test_a_bad_option_ends_in_one_line(
   assert line.startswith("python -m benchmarks") and message in line
 
 
+def test_targets_keep_figures_of_the_same_update_only(
+  tmp_path, monkeypatch, capsys
+):
+  monkeypatch.setattr(targets.compiling, "find_python", lambda folder: None)
+  numbers = iter(range(9))
+
+  def figures(part, target):
+    return {"bare": {"kernels": next(numbers), "temporaries": 0}}
+
+  monkeypatch.setattr(targets, "figures", figures)
+
+  def run(*words, update="a"):
+    monkeypatch.setattr(phase, "digest", lambda: update)
+    words = ["targets", f"--out={tmp_path}", "--only", "train step", *words]
+    assert command.main(words) == 0
+    made = json.loads((tmp_path / "targets.json").read_text())["parts"]
+    found = made["train step"].items()
+    return {target: rows["bare"]["kernels"] for target, rows in found}
+
+  assert run("--on=h100,h200") == {"h100": 0, "h200": 1}
+  assert run("--on=v5e,h100", "--keep") == {"h100": 2, "h200": 1, "v5e": 3}
+  with pytest.raises(SystemExit):
+    run("--on=h200", "--keep", update="b")
+  assert "must have figures of this update" in capsys.readouterr().err
+  assert run("--on=h200") == {"h200": 4}
+
+
 @pytest.mark.parametrize(
   ("measured", "page"),
   [(targets, "docs/costs.md"), (products, "docs/does_it_matter.md")],
@@ -87,6 +115,38 @@ def test_a_page_has_the_stored_figures(measured, page):
   name = measured.__name__.rpartition(".")[2]
   stored = json.loads(documents.read(f"benchmarks/measured/{name}.json"))
   assert measured.page(stored) in documents.read(page)
+
+
+def test_each_file_of_figures_names_its_commit():
+  folder = documents.ROOT / "benchmarks" / "measured"
+  for path in folder.glob("*.json"):
+    about = json.loads(path.read_text())["machine"]
+    assert about["commit"]
+    page = path.with_suffix(".md")
+    assert not page.exists() or machine.headline(about) in page.read_text()
+
+
+@pytest.mark.parametrize(
+  ("name", "pages"),
+  [
+    ("h100", ["README.md", "CHANGELOG.md", "docs/costs.md", "paper/paper.typ"]),
+    ("targets", ["docs/costs.md"]),
+  ],
+)
+def test_pages_say_where_the_update_has_changed_since(name, pages, monkeypatch):
+  monkeypatch.setattr(jax, "device_count", lambda: 1)
+  stored = json.loads(documents.read(f"benchmarks/measured/{name}.json"))
+  about = stored["machine"]
+  if "update" in stored:
+    now = machine.describe()["versions"]
+    if any(now[x] != about["versions"][x] for x in ("jax", "optax")):
+      pytest.skip("Another version makes another program.")
+  has_changed = stored.get("update") != phase.digest()
+  when, _, commit = about["commit"].rpartition(" ")
+  claim = f"{when or 'at'} commit {commit}, and the update has changed since"
+  for page in pages:
+    text = documents.one_line(documents.read(page))
+    assert (claim in text) == has_changed, f"{page}: {claim}"
 
 
 # These need nothing beyond the library and its tests.
@@ -236,10 +296,8 @@ def test_gpu_writes_every_part_with_its_machine(tmp_path, monkeypatch):
   """The train step is left out; another test covers it."""
   monkeypatch.delitem(gpu._PARTS, "Train step")
   # One leaf is so small that it cannot be folded.
-  small = jax.ShapeDtypeStruct((3,), jnp.float32)
-  monkeypatch.setattr(
-    gpu, "_params", lambda plan: [gpu._SMALL_LEAF] * 2 + [small]
-  )
+  leaf, small = (jax.ShapeDtypeStruct((n,), jnp.float32) for n in (1024, 3))
+  monkeypatch.setattr(gpu, "_params", lambda plan: [leaf] * 2 + [small])
   assert command.main(["gpu", "--tiny", "--out", str(tmp_path)]) == 0
   figures = json.loads((tmp_path / "gpu.json").read_text())
   page = (tmp_path / "gpu.md").read_text()
@@ -254,7 +312,7 @@ def test_gpu_writes_every_part_with_its_machine(tmp_path, monkeypatch):
   assert all(row.keys() == {"seen"} for row in rows.values())
   cases = int(rows["every NaN and inf is seen"]["seen"].split()[0])
   assert cases >= 3 * len(nonfinite.values("float16"))
-  count = 2 * gpu._SMALL_LEAF.size + 3
+  count = 2 * leaf.size + small.size
   rows = figures["parts"]["Update phase"]
   without = ", no command buffers"
   assert {name: row["traffic"] / count for name, row in rows.items()} == {
@@ -263,6 +321,11 @@ def test_gpu_writes_every_part_with_its_machine(tmp_path, monkeypatch):
     "adamw, float16": 26,
     "loss_scaling(adamw), float16": 28,
     "the check, float16": 2,
+    "adamw, one rate for all leaves": 26,
+    **{
+      f"a flag for {leaves} leaves of a shape, large ones together": 28
+      for leaves in (12, "all", 4, 2)
+    },
     "adamw, float32": 28,
     "loss_scaling(adamw), float32": 32,
     "the check, float32": 4,
@@ -285,6 +348,7 @@ def part(*rows, reason=None):
 
 
 def test_only_a_defect_of_a_part_fails_the_command_gpu(monkeypatch, tmp_path):
+  monkeypatch.setattr(phase, "digest", lambda: "")  # It takes long.
   no_time = part({"a": {"left_out": "TimeoutError: no time was left"}})
   monkeypatch.setattr(gpu, "_PARTS", {"One": no_time})
   assert gpu.main(["--tiny", "--out", str(tmp_path)]) == 0

@@ -3,24 +3,32 @@
 import json
 import math
 
+import chex
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from benchmarks import accelerate
 from benchmarks import cases
 from benchmarks import checks
+from benchmarks import flags
 from benchmarks import measurement
 from benchmarks import nonfinite
 from benchmarks import parts
 from benchmarks import patience
 from benchmarks import peers
+from benchmarks import phase
 from benchmarks import report
 from benchmarks import rounds
 from benchmarks import summary
 from benchmarks.peers import bare
 from benchmarks.peers import this_library
 from benchmarks.truth import verdict
+import optax_lossscale as ols
 from optax_lossscale._base import leaves
+from optax_lossscale._base import siblings
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +122,49 @@ def test_a_contender_that_fails_is_named_and_the_others_are_measured(
   monkeypatch.setattr(patience, "SECONDS", 0.01)
   results = measurement.measure(case, ["bare"], 1)
   assert "to compile it takes more than 0.01 s" in results["bare"].problem
+
+
+@pytest.mark.parametrize(
+  ("joins_large", "groups"), [(False, (1, 1, 2, 3)), (True, (2, 2, 3, 5))]
+)
+def test_flags_in_other_groups_give_the_bits_of_the_library(
+  joins_large, groups, monkeypatch
+):
+  monkeypatch.setattr(siblings, "_LARGE", 100)
+  params = [jnp.full(x, 3.0) for x in 6 * [(3,)] + 4 * [(9, 20)]]
+  adamw = optax.adamw(0.1)
+  scaled = ols.loss_scaling(adamw, ols.DynamicLossScale())
+
+  def run(step, tx):
+    """Returns all arrays after each of three steps, the second one skipped."""
+    state, found = (params, jax.jit(tx.init)(params)), []
+    for value in (1.0, jnp.inf, 2.0):
+      grads = [x.at[..., -1].set(value) for x in params]
+      state = jax.jit(step)(state, grads)
+      found += [x for x in jax.tree.leaves(state) if x.size > 1]
+    return found, ols.get_loss_scale(state[1])
+
+  expected, scale = run(phase.make(scaled), scaled)
+  assert [x.size for x in expected] == 9 * [x.size for x in params]
+  for count, number in zip(flags.COUNTS, groups, strict=True):
+    step = flags.make(phase.CHECK, adamw, count, joins_large=joins_large)
+    found = run(step, optax.chain(phase.CHECK, adamw))
+    assert found[1] == scale
+    jax.tree.map(np.testing.assert_array_equal, found[0], expected)
+    shared = jax.make_jaxpr(
+      lambda x, count=count: [*flags._flags(x, params, count, joins_large)]
+    )(True)
+    barriers = [x for x in shared.eqns if x.primitive.name.endswith("barrier")]
+    assert len(barriers[-1].outvars) == number
+
+
+def test_a_rate_in_an_array_gives_the_bits_of_adamw():
+  adamw = optax.adamw(0.1)
+  params = [jnp.full(3, 3.0), jnp.full((2, 2), -0.5)]
+  state = params, adamw.init(params)
+  expected = jax.jit(phase.make(adamw))(state, params)
+  found = jax.jit(flags.rate_from_array(0.1))(state, params)
+  chex.assert_trees_all_equal(found, expected)
 
 
 def test_a_check_that_found_nan_is_a_failure_that_json_can_hold():

@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import functools
 import json
+import math
 import re
 
 import jax
@@ -38,7 +39,7 @@ def one_device(monkeypatch):
 
 each_target = pytest.mark.parametrize("target", cases.TARGETS)
 STORED = json.loads(documents.read("benchmarks/measured/targets.json"))
-GPUS = {"v100", "t4", "a100", "h100", "h200", "b200"}
+GPUS = {*cases.GPUS}
 # The share of the parameters that temporaries may need. TPUs fetch ahead.
 MOST_TEMPORARIES = {True: 0.005, False: 0.1}
 DTYPES = test_excess_precision.DTYPES
@@ -274,6 +275,11 @@ def test_the_guide_prints_its_report(on, capsys):
   documents.run(page, {})
   printed = capsys.readouterr().out.splitlines()
   shown = page.partition("```\nCompiled")[2].partition("```")[0].splitlines()
+  (kernels,) = documents.blocks(page, "text")
+  for line in reversed(kernels.splitlines()):
+    count, leaves = map(int, re.findall(r"\d+", line))
+    found, *others = map(int, re.findall(r"\d+", printed.pop()))
+    assert abs(found - count) <= 2 and others == [leaves]
   assert printed[0] == f"Compiled{shown[0]}"
   # Another JAX has other numbers.
   first, second = (
@@ -453,19 +459,41 @@ def test_sixteen_bit_parameters_keep_their_roundings_and_need_no_more(
 QUICK = "update, float16 gradients"
 
 
+def params_bytes(devices):
+  """Returns the bytes of the sharded parameters on a device."""
+  shapes = [cases.on_mesh(x, devices) for x in cases.update("bare")[2]]
+  return sum(4 * math.prod(x.sharding.shard_shape(x.shape)) for x in shapes)
+
+
+def check_what_loss_scaling_adds(part, bare, ours):
+  """Checks the promises of docs/costs.md on GPUs."""
+  is_lamb = part == cases.LAMB
+  assert ours["kernels"] <= bare["kernels"] + (12 if is_lamb else 0)
+  size = params_bytes(4 if part.endswith("sharded") else 1)
+  most = 0.01 * (bare["temporaries"] if is_lamb else size)
+  assert ours["temporaries"] <= bare["temporaries"] + most
+  more = collections.Counter(all_reduce=1) if "four" in part else {}
+  figures = {"temporaries", "total", "kernels", "conditionals"}
+  for kind in ours.keys() - figures:
+    assert ours[kind] <= bare.get(kind, 0) + more[kind], kind
+
+
 @pytest.mark.parametrize(
   ("part", "target"),
   [
-    pytest.param(part, target, marks=() if part == QUICK else pytest.mark.long)
-    for part, (_, its_targets) in cases.PARTS.items()
+    pytest.param(part, target, marks=() if is_quick else pytest.mark.long)
+    for part, (_, its_targets, *_) in cases.PARTS.items()
     for target in its_targets
+    for is_quick in [part == QUICK or (target == "h200" and "32" not in part)]
   ],
 )
 def test_a_program_needs_what_the_page_says(part, target):
   # The peers take as long again, so only where that is not long.
   is_short = part == QUICK or "train" in part
-  names = cases.CONTENDERS[: 2 if is_short else 4]
+  names = cases.PARTS[part].contenders[: 2 if is_short else 4]
   found = cases.figures(part, target, names)
+  if target in GPUS:
+    check_what_loss_scaling_adds(part, found["bare"], found["optax_lossscale"])
   for name in names:
     row, stored = found[name], STORED["parts"][part][target][name]
     assert row.keys() == stored.keys()
@@ -474,6 +502,27 @@ def test_a_program_needs_what_the_page_says(part, target):
       most = 0.1 * stored[key] + slack
       is_near = abs(x - stored[key]) <= most
       assert is_near, f"{part}, {target}, {name}: {key} {x}, not {stored[key]}"
+
+
+@pytest.mark.parametrize("target", ["h200"])
+@pytest.mark.parametrize(
+  ("devices", "is_shared", "most"),
+  [(1, False, 10), (4, False, 40), (4, True, 40)],
+)
+def test_the_check_takes_few_kernels(
+  target, devices, is_shared, most, monkeypatch
+):
+  monkeypatch.setattr(jax, "device_count", lambda: devices)
+  scaled_grads = cases.update("bare")[2]
+  if devices > 1:
+    place = functools.partial(cases.on_mesh, devices=4, is_shared=is_shared)
+    scaled_grads = [*map(place, scaled_grads)]
+  scale = jax.ShapeDtypeStruct((), jnp.float32)
+  found = compile_for(
+    target, lambda x, scale: bits.amax(x, scale=scale), scaled_grads, scale
+  )
+  assert found.kernels <= most
+  assert found.collectives == ({"all-reduce": 1} if is_shared else {})
 
 
 @pytest.mark.long
