@@ -49,8 +49,8 @@ GROWN: list[tuple[str, int, str]] = [
   ("cli", 45, "names, terminals and streams of any kind"),
   ("plot", 12, "names that matplotlib would read as mathematics"),
   ("_base", 5, "text that is safe for a terminal"),
-  ("_base", 145, "few kernels on GPUs"),
-  ("_step", 8, "few kernels on GPUs"),
+  ("_base", 158, "few kernels on GPUs"),
+  ("_step", 12, "few kernels on GPUs"),
   ("experimental", 3, "values of a guard above 2^126"),
   ("_precision", 788, "remainders, stochastic rounding, bfloat16 moments"),
   ("_autocast", 495, "formats of products: float8, float32 results"),
@@ -101,7 +101,7 @@ GROWN: list[tuple[str, int, str]] = [
 SLACK = 10
 
 # The most lines and functions of all tests, and lines of a function.
-MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 33_985, 1_200, 60
+MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 34_430, 1_200, 60
 
 
 def layers():
