@@ -193,6 +193,7 @@ def test_an_update_under_vmap_and_exported_for_many_platforms(monkeypatch):
   assert found[1].skipped.tolist() == [False, True]
 
   # Sizes may be symbols.
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.DynamicLossScale(8.0))
   (rows,) = jax.export.symbolic_shape("rows")
   grads = jax.ShapeDtypeStruct((rows, 8), jnp.float16)
   state = tx.init(jnp.ones((3, 8)))
