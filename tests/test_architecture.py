@@ -49,8 +49,9 @@ GROWN: list[tuple[str, int, str]] = [
   ("cli", 45, "names, terminals and streams of any kind"),
   ("plot", 12, "names that matplotlib would read as mathematics"),
   ("_base", 5, "text that is safe for a terminal"),
-  ("_base", 158, "few kernels on GPUs"),
+  ("_base", 189, "few kernels on GPUs"),
   ("_step", 12, "few kernels on GPUs"),
+  ("experimental", 1, "what varies is read from `bits`"),
   ("experimental", 3, "values of a guard above 2^126"),
   ("_precision", 788, "remainders, stochastic rounding, bfloat16 moments"),
   ("_autocast", 495, "formats of products: float8, float32 results"),
@@ -101,7 +102,7 @@ GROWN: list[tuple[str, int, str]] = [
 SLACK = 10
 
 # The most lines and functions of all tests, and lines of a function.
-MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 34_430, 1_202, 60
+MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 34_440, 1_202, 60
 
 
 def layers():

@@ -48,6 +48,8 @@ _MANY = 64
 _ONE_KERNEL = 2**14
 # As many rows as keep a large GPU busy, no longer than is read at a time.
 _ROWS = 512
+# What is left of an array that may be sharded is shorter by this factor.
+_SHORTEST = 64
 _LONGEST_ROW = 2**13
 
 
@@ -154,7 +156,9 @@ def _ways(
   if not may_move and not _may_be_sharded_unseen(arrays):
     on_gpus = dict.fromkeys(siblings.GPUS, _largest_by_row)
     return ways | on_gpus | {"default": _largest_by_group}
-  if scale is None:
+  axes: frozenset[Hashable] = frozenset().union(*map(varying_axes, arrays))
+  # JAX refuses ways whose results vary along other axes.
+  if scale is None or not varying_axes(scale) <= axes:
     return ways
   of_shards = functools.partial(_largest_of_shards, scale=scale)
   return ways | dict.fromkeys(siblings.GPUS, of_shards)
@@ -243,6 +247,13 @@ def _may_move(x: jax.Array) -> bool:
   return mesh.size > 1 or jax.sharding.AxisType.Explicit in axis_types
 
 
+def varying_axes(x: jax.Array) -> frozenset[Hashable]:
+  """Returns the mapped axes along which JAX says that an array may vary."""
+  # `mat` is not in JAX's API reference yet, but output in its docs shows it.
+  axes: frozenset[Hashable] = jax.typeof(x).mat.varying
+  return axes
+
+
 def _may_be_sharded_unseen(arrays: Sequence[jax.Array]) -> bool:
   """Returns whether arrays may be sharded although their types do not say so.
 
@@ -261,10 +272,18 @@ def _largest_by_leaf(arrays: Sequence[jax.Array]) -> jax.Array:
 def _largest_by_group(arrays: Sequence[jax.Array]) -> jax.Array:
   """Returns the largest bits by one reduction for all arrays of a shape.
 
-  Neither to join arrays nor to reshape them is free on a TPU.
+  Neither to join arrays nor to reshape them is free on a TPU, so this is done
+  only to small ones of which there are no others of their shape.
   """
-  groups = _groups(arrays, lambda x: x.shape, lambda shape: _MANY)
-  largest = [_max(_together(x)) for x in groups]
+  largest: list[jax.Array] = []
+  small: list[jax.Array] = []
+  for group in _groups(arrays, lambda x: x.shape, lambda shape: _MANY):
+    if len(group) == 1 and group[0].size < _SMALL:
+      small.append(group[0].reshape(-1))
+    else:
+      largest.append(_max(_together(group)))
+  if small:
+    largest.append(_max(magnitude_bits(lax.concatenate(small, 0))))
   return lax.optimization_barrier(_max(jnp.stack(largest)))
 
 
@@ -288,8 +307,13 @@ def _largest_by_row(arrays: Sequence[jax.Array]) -> jax.Array:
       rows.append(lax.reduce_max(full, [1]))
       found = lax.slice(found, [whole], [found.size])
     rows.append(found)
-  # Without the barrier XLA reduces each row by a kernel of its own.
-  return _max(lax.optimization_barrier(lax.concatenate(rows, 0)))
+  while True:
+    # Without the barrier XLA reduces each row by a kernel of its own. It also
+    # copies them by as many if more are joined.
+    groups = (rows[i : i + _MANY] for i in range(0, len(rows), _MANY))
+    rows = [lax.optimization_barrier(lax.concatenate(x, 0)) for x in groups]
+    if len(rows) == 1:
+      return _max(rows[0])
 
 
 def _largest_of_shards(
@@ -311,7 +335,11 @@ def _largest_of_shards(
     # If it is sharded along a dimension, so are the parts that this dimension
     # is split into, and each device finds the largest in its own.
     for axis in (x.ndim - 1, 0):
-      if found.size > _ONE_KERNEL and found.shape[axis] % devices == 0:
+      if (
+        found.size > _ONE_KERNEL
+        and found.shape[axis] % devices == 0
+        and found.shape[axis] >= _SHORTEST * devices
+      ):
         split = *found.shape[:axis], devices, -1, *found.shape[axis + 1 :]
         found = lax.reduce_max(found.reshape(split), [axis + 1])
         found = lax.max(found, zero)

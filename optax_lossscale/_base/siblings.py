@@ -44,6 +44,9 @@ def shared(*scalars: jax.Array) -> list[jax.Array]:
   def elsewhere(*scalars: jax.Array) -> list[jax.Array]:
     return [*lax.optimization_barrier(scalars)]
 
+  # An array would vary over devices if only one of the scalars does.
+  if len({jax.typeof(x) for x in scalars}) > 1:
+    return elsewhere(*scalars)
   found: list[jax.Array] = lax.platform_dependent(
     *scalars, **dict.fromkeys(GPUS, from_one_array), default=elsewhere
   )

@@ -298,13 +298,14 @@ def decide(finding: Finding, *, rule_skips: bool) -> Outcome:
   if finding.skip is None:
     overflow, reported = siblings.shared(*flags)
     return Outcome(overflow, reported, overflow & rule_skips)
-  overflow, reported, requested = siblings.shared(*flags, finding.skip)
-  skipped = overflow & rule_skips
+  skipped = finding.overflow & rule_skips
+  flags += [skipped, finding.skip, skipped | finding.skip]
+  overflow, reported, by_rule, requested, skipped = siblings.shared(*flags)
   return Outcome(
     overflow,
     reported,
-    skipped=requested | skipped,
-    by_request=requested & ~skipped,
+    skipped=skipped,
+    by_request=requested & ~by_rule,
     # The rule does not see a step that is skipped for another reason.
     unseen=requested & ~reported,
   )

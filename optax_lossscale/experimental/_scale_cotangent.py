@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 import numpy as np
 
 from optax_lossscale._base import arguments
+from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
 from optax_lossscale._step import devices
@@ -82,7 +83,7 @@ def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
       return leaf
     # Under `shard_map` a value must vary along its tangent's axes, including
     # the scale's. JAX sums the cotangents of a value that is made to vary.
-    axes = tuple(devices.varying_axes(factor))
+    axes = tuple(bits.varying_axes(factor))
     return _scale_leaf(devices.make_varying(leaf, axes), factor)
 
   return jax.tree.map(scale_leaf, x)

@@ -151,9 +151,9 @@ def _tap(
   xs = [jnp.asarray(leaves[i]) for i in places]
   # Under `shard_map` a measurement varies along the cotangents' axes. JAX sums
   # measurements over the axes along which `measured` is made to vary here.
-  varying = frozenset().union(*map(devices.varying_axes, xs))
+  varying = frozenset().union(*map(bits.varying_axes, xs))
   measured = devices.make_varying(measured, tuple(varying))
-  axes = tuple(devices.varying_axes(measured))
+  axes = tuple(bits.varying_axes(measured))
 
   @jax.custom_vjp
   def identity(xs: list[jax.Array], measured: jax.Array) -> list[jax.Array]:

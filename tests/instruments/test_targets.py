@@ -465,12 +465,14 @@ def params_bytes(devices):
   return sum(4 * math.prod(x.sharding.shard_shape(x.shape)) for x in shapes)
 
 
-def check_what_loss_scaling_adds(part, bare, ours):
+def check_what_loss_scaling_adds(part, target, bare, ours):
   """Checks the promises of docs/costs.md on GPUs."""
   is_lamb = part == cases.LAMB
   assert ours["kernels"] <= bare["kernels"] + (12 if is_lamb else 0)
   size = params_bytes(4 if part.endswith("sharded") else 1)
-  most = 0.01 * (bare["temporaries"] if is_lamb else size)
+  # The page names the one step that needs more.
+  share = 0.013 if (part, target) == ("train step", "v100") else 0.01
+  most = share * (bare["temporaries"] if is_lamb else size)
   assert ours["temporaries"] <= bare["temporaries"] + most
   more = collections.Counter(all_reduce=1) if "four" in part else {}
   figures = {"temporaries", "total", "kernels", "conditionals"}
@@ -493,7 +495,9 @@ def test_a_program_needs_what_the_page_says(part, target):
   names = cases.PARTS[part].contenders[: 2 if is_short else 4]
   found = cases.figures(part, target, names)
   if target in GPUS:
-    check_what_loss_scaling_adds(part, found["bare"], found["optax_lossscale"])
+    check_what_loss_scaling_adds(
+      part, target, found["bare"], found["optax_lossscale"]
+    )
   for name in names:
     row, stored = found[name], STORED["parts"][part][target][name]
     assert row.keys() == stored.keys()

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._step import devices as _devices
+from optax_lossscale._base import bits as _bits
 from tests import support
 
 RULE = support.Stub(8.0)
@@ -467,7 +467,7 @@ def test_any_leaf_is_made_to_vary(check_vma):
     varying = ols.make_varying({**tree, "function": jax.nn.relu}, list(axes))
     assert varying.pop("function") is jax.nn.relu
     for leaf in jax.tree.leaves(varying):
-      assert _devices.varying_axes(leaf) == is_tracked
+      assert _bits.varying_axes(leaf) == is_tracked
     for x in (tree, varying):
       x["key"] = jax.random.key_data(x["key"])
     return tree, varying

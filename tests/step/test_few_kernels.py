@@ -40,6 +40,7 @@ TREES = {
   "512, 3 and nothing": ones(np.float16, (3, 512, 0)),
   "sizes": ones(np.float16),
   "matrices": [np.ones((64, 8 * n), np.float32) for n in (1, 33, 64, 64)],
+  "different": ones(np.float16, range(1, 150, 2)),
   "many": ones(np.float32, [700] * 70 + [5000] * 70),
   "dtypes": ones(np.float16, (9, 5000)) + ones(np.float32, (9, 40_000)),
   "bfloat16": ones(ml_dtypes.bfloat16, (5000, 70_001)),
@@ -204,3 +205,21 @@ def test_an_update_under_vmap_and_exported_for_many_platforms(monkeypatch):
     values = np.full((3, 8), value, np.float16)
     found = exported.call(values, state)
     support.assert_same_bits(found, jax.jit(tx.update)(values, state))
+
+
+def test_a_flag_and_an_s_may_vary_along_other_axes():
+  """Each device has its own model, and all of them skip on request."""
+  tx = ols.loss_scaling(optax.sgd(1.0), ols.DynamicLossScale(8.0), axis_name=())
+  state = jax.vmap(tx.init)(jnp.ones((8, 3)))
+
+  def update(grads, state, skip):
+    state = jax.tree.map(lambda x: x[0], state)
+    return tx.update(grads[0], state, skip=skip)[0][None]
+
+  update = support.on_each_device(
+    update, support.SPREAD, True, (support.SPREAD, support.SPREAD, jax.P())
+  )
+  grads = jnp.full((8, 3), 8.0)
+  for skip, expected in ((False, -1.0), (True, -0.0)):
+    found = jax.jit(update)(grads, state, jnp.array(skip))
+    support.assert_same_bits(found, jnp.full((8, 3), expected))
