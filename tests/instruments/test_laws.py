@@ -199,7 +199,7 @@ def test_the_report_names_the_next_values_and_what_is_below_float32():
     "float16.\nNext values: params from output 0, opt_state from output 1."
   )
   assert "computes in float16." in said(report, "precision")
-  assert len(report.assumptions) == 5
+  assert len(report.assumptions) == 6
   off = ols.loss_scaling(optax.sgd(0.1), None)
   report = check(*step_of(tx=off, loss_fn=half_loss_fn))
   assert not report and "without loss scaling" in said(report, "precision")
