@@ -37,7 +37,7 @@ _LANES = 16
 _SMALL = 4096
 
 # On a CPU up to _TOGETHER arrays of one size share a kernel, to save compile
-# time. Of longer arrays than _MEDIUM it would read them more slowly.
+# time. A shared kernel reads arrays of _MEDIUM elements or more slowly.
 _MEDIUM = 65_536
 _TOGETHER = 8
 
@@ -46,11 +46,11 @@ _MANY = 64
 
 # XLA makes two kernels of a reduction of more elements to one number.
 _ONE_KERNEL = 2**14
-# As many rows as keep a large GPU busy, no longer than is read at a time.
+# A GPU reduces at least this many rows at once, none of them longer.
 _ROWS = 512
-# What is left of an array that may be sharded is shorter by this factor.
-_SHORTEST = 64
 _LONGEST_ROW = 2**13
+# Of shorter parts the results would need more than 1/64 of an array's memory.
+_SHORTEST_PART = 64
 
 
 def carrier(dtype: DTypeLike) -> DTypeLike:
@@ -123,8 +123,8 @@ def amax(
 
   A CPU reads large arrays one after another, and an accelerator some together,
   which is fastest if all of them exist anyway. Unless `in_order`, each can be
-  read once it is computed, and only about 1/32 of it need be kept. Any `scale`
-  helps a GPU to read arrays together that may be sharded.
+  read once it is computed, and only about 1/32 of it need be kept. A GPU reads
+  arrays that may be sharded by fewer kernels if there is any `scale`.
   """
   dtype = carrier(arrays[0].dtype)
   arrays = [carried(x) for x in arrays]
@@ -225,7 +225,7 @@ def magnitude_bits(x: jax.Array) -> jax.Array:
   """Returns the bits of |x| as unsigned integers, which sort like |x| does."""
   unsigned = _unsigned(x.dtype)
   all_but_sign = unsigned.type(np.iinfo(unsigned).max >> 1)
-  # Functions of `lax` are traced in a third of the time of those of `jnp`.
+  # Tracing `lax` takes a third of the time that `jnp` takes.
   return lax.bitwise_and(lax.bitcast_convert_type(x, unsigned), all_but_sign)
 
 
@@ -272,8 +272,8 @@ def _largest_by_leaf(arrays: Sequence[jax.Array]) -> jax.Array:
 def _largest_by_group(arrays: Sequence[jax.Array]) -> jax.Array:
   """Returns the largest bits by one reduction for all arrays of a shape.
 
-  Neither to join arrays nor to reshape them is free on a TPU, so this is done
-  only to small ones of which there are no others of their shape.
+  A TPU copies arrays to join or reshape them. So that is done only to small
+  arrays, each the only one of its shape.
   """
   largest: list[jax.Array] = []
   small: list[jax.Array] = []
@@ -308,8 +308,8 @@ def _largest_by_row(arrays: Sequence[jax.Array]) -> jax.Array:
       found = lax.slice(found, [whole], [found.size])
     rows.append(found)
   while True:
-    # Without the barrier XLA reduces each row by a kernel of its own. It also
-    # copies them by as many if more are joined.
+    # Without the barrier XLA reduces each row by a kernel of its own. If it has
+    # to join more rows than this, it copies each by a kernel of its own.
     groups = (rows[i : i + _MANY] for i in range(0, len(rows), _MANY))
     rows = [lax.optimization_barrier(lax.concatenate(x, 0)) for x in groups]
     if len(rows) == 1:
@@ -323,7 +323,7 @@ def _largest_of_shards(
 
   Each array has reductions of its own, which XLA joins for arrays of one shape.
   """
-  # It is 0, but XLA does not know it.
+  # At most 32 bits are set, so this is 0, but XLA does not know it.
   scale = lax.bitcast_convert_type(scale.astype(jnp.float32), jnp.uint32)
   zero = (lax.population_count(scale) >> 6).astype(_unsigned(arrays[0].dtype))
   (zero,) = siblings.from_one_array(zero)
@@ -338,7 +338,7 @@ def _largest_of_shards(
       if (
         found.size > _ONE_KERNEL
         and found.shape[axis] % devices == 0
-        and found.shape[axis] >= _SHORTEST * devices
+        and found.shape[axis] >= _SHORTEST_PART * devices
       ):
         split = *found.shape[:axis], devices, -1, *found.shape[axis + 1 :]
         found = lax.reduce_max(found.reshape(split), [axis + 1])

@@ -1,4 +1,4 @@
-"""What decides how many kernels XLA makes of a step for a GPU.
+"""Operands that siblings share, so that XLA makes few kernels for a GPU.
 
 XLA:GPU makes one kernel of several sibling operations, such as the updates of
 leaves of one shape, only if they share an operand. A scalar does not count. So
@@ -33,12 +33,12 @@ def from_one_array(*scalars: jax.Array) -> list[jax.Array]:
   return [array[i] for i in range(len(scalars))]
 
 
-# A proof takes it that nothing changes.
+# A proof reads the scalars themselves.
 @named_calls.assumed(lambda *scalars: list(scalars))
 def shared(*scalars: jax.Array) -> list[jax.Array]:
   """Returns the same scalars, for a GPU from one array that all readers share.
 
-  They are computed once, and not again by each reader.
+  The barrier keeps XLA from computing them again for each reader.
   """
 
   def elsewhere(*scalars: jax.Array) -> list[jax.Array]:

@@ -31,13 +31,13 @@ def print_loss_scale(
       and no path is given.
 
   Examples:
+    >>> import jax
     >>> import jax.numpy as jnp
     >>> import optax
     >>> import optax_lossscale as ols
     >>> tx = ols.loss_scaling(optax.sgd(0.1), ols.DynamicLossScale(8.0))
-    >>> state = tx.init(jnp.zeros(1))
-    >>> _, state = tx.update(jnp.array([jnp.inf], jnp.float16), state)
-    >>> ols.instruments.print_loss_scale(state, every=1)
+    >>> _, state = tx.update(jnp.array([jnp.inf]), tx.init(jnp.zeros(1)))
+    >>> ols.instruments.print_loss_scale(state, every=1); jax.effects_barrier()
     step 1: overflow, loss scale now 4, 0 applied, 1 skipped (100.0 %)
 
   References:

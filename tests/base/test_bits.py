@@ -202,6 +202,17 @@ def test_a_device_reads_its_own_part_like_a_whole_array(check_vma):
   assert "12x32x16" in jax.jit(read).lower(split, whole).as_text()
 
 
+def test_a_scale_that_varies_along_other_axes_shares_no_operand():
+  read = jax.shard_map(
+    lambda x, scale: _bits.amax([x], scale=scale[0]),
+    mesh=support.make_mesh(data=4, model=2),
+    in_specs=(jax.P(), jax.P("data")),
+    out_specs=jax.P(),  # Which amax would not fit if it varied like the scale.
+    axis_names={"data"},
+  )
+  assert jax.jit(read)(jnp.ones((64, 800)), jnp.ones(4)) == 1.0
+
+
 def test_an_array_that_is_sharded_inside_shard_map_moves_nothing():
   mesh = support.make_mesh(data=4, model=2)
   read = jax.shard_map(
@@ -229,9 +240,7 @@ def test_one_array_of_a_mesh_is_enough_to_reshape_none(sharded):
   )
   of_each = "64x200 over 0, 1"
   assert reductions(arrays, "cpu") == [of_each, of_each]
-
-
-def test_nothing_to_group_needs_no_second_program():
+  # Nor does anything else that has nothing to group need a second program.
   assert "cond" not in str(jax.make_jaxpr(_bits.amax)([jnp.ones(())] * 3))
 
 
