@@ -49,7 +49,7 @@ GROWN: list[tuple[str, int, str]] = [
   ("cli", 45, "names, terminals and streams of any kind"),
   ("plot", 12, "names that matplotlib would read as mathematics"),
   ("_base", 5, "text that is safe for a terminal"),
-  ("_base", 189, "few kernels on GPUs"),
+  ("_base", 170, "few kernels on GPUs"),
   ("_step", 12, "few kernels on GPUs"),
   ("experimental", 1, "what varies is read from `bits`"),
   ("experimental", 3, "values of a guard above 2^126"),

@@ -110,7 +110,7 @@ def run_unrounded(function, wide, platform="cpu"):
   return jax.jit(unrounded)(wide)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", support.slow_but({"nonfinite"}, PLACES))
 def test_what_is_found_is_what_the_dtype_holds(place):
   wide = {name: numbers(name) for name in DTYPES}
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 import functools
 import math
-from typing import TypeVar
 
 import jax
 from jax import lax
@@ -21,8 +20,6 @@ from jax.typing import DTypeLike
 import numpy as np
 
 from optax_lossscale._base import siblings
-
-_Kind = TypeVar("_Kind", bound=Hashable)
 
 # Takes arrays, and returns the largest bits.
 _Way = Callable[[Sequence[jax.Array]], jax.Array]
@@ -277,7 +274,7 @@ def _largest_by_group(arrays: Sequence[jax.Array]) -> jax.Array:
   """
   largest: list[jax.Array] = []
   small: list[jax.Array] = []
-  for group in _groups(arrays, lambda x: x.shape, lambda shape: _MANY):
+  for group in _groups(arrays, _MANY):
     if len(group) == 1 and group[0].size < _SMALL:
       small.append(group[0].reshape(-1))
     else:
@@ -288,22 +285,19 @@ def _largest_by_group(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def _largest_by_row(arrays: Sequence[jax.Array]) -> jax.Array:
-  """Returns the largest bits by few kernels, which a GPU must launch.
+  """Returns the largest bits by one GPU kernel for the arrays of each size.
 
-  Arrays of one size share a kernel, which leaves a row of numbers or many. Then
-  one more kernel reduces the rows of all.
+  It leaves a row of numbers or many. One more kernel reduces the rows of all.
   """
   rows: list[jax.Array] = []
   flat = [x.reshape(-1) for x in arrays]
-  for group in _groups(flat, lambda x: x.size, lambda size: _MANY):
+  for group in _groups(flat, _MANY):
     found = _together(group)
     if found.size >= _SMALL:
       # A power of two, which threads read in vectors.
-      length = 1 << (found.size // _ROWS).bit_length() - 1
-      length = min(length, _LONGEST_ROW)
+      length = min(1 << (found.size // _ROWS).bit_length() - 1, _LONGEST_ROW)
       whole = found.size - found.size % length
-      full = lax.slice(found, [0], [whole])
-      full = lax.reshape(full, (whole // length, length))
+      full = lax.slice(found, [0], [whole]).reshape(-1, length)
       rows.append(lax.reduce_max(full, [1]))
       found = lax.slice(found, [whole], [found.size])
     rows.append(found)
@@ -335,11 +329,8 @@ def _largest_of_shards(
     # If it is sharded along a dimension, so are the parts that this dimension
     # is split into, and each device finds the largest in its own.
     for axis in (x.ndim - 1, 0):
-      if (
-        found.size > _ONE_KERNEL
-        and found.shape[axis] % devices == 0
-        and found.shape[axis] >= _SHORTEST_PART * devices
-      ):
+      part, rest = divmod(found.shape[axis], devices)
+      if found.size > _ONE_KERNEL and part >= _SHORTEST_PART and not rest:
         split = *found.shape[:axis], devices, -1, *found.shape[axis + 1 :]
         found = lax.reduce_max(found.reshape(split), [axis + 1])
         found = lax.max(found, zero)
@@ -355,13 +346,9 @@ def _largest(bits: Sequence[jax.Array]) -> jax.Array:
   # Maxima of two values each, not one of a stack: XLA takes such maxima on each
   # device first, and then one over the devices instead of one for each array.
   # That works best if sharded arrays, which are rarely vectors, come first.
-  largest = functools.reduce(
-    lax.max,
-    [
-      _max(lax.convert_element_type(x, wide))
-      for x in sorted(bits, key=lambda x: x.ndim, reverse=True)
-    ],
-  )
+  bits = sorted(bits, key=lambda x: x.ndim, reverse=True)
+  maxima = [_max(lax.convert_element_type(x, wide)) for x in bits]
+  largest = functools.reduce(lax.max, maxima)
   # Without the barrier XLA repeats the n maxima wherever the result is used.
   return lax.optimization_barrier(largest).astype(unsigned)
 
@@ -376,11 +363,8 @@ def _largest_by_folding(
   # In order, a reduction takes a result of the last one as input, and so waits
   # for it. Otherwise XLA would hold all intermediate results at once.
   so_far = before = jnp.zeros((), _unsigned(arrays[0].dtype))
-  for group in _groups(
-    [x for x in arrays if x.size >= _SMALL],
-    lambda x: x.size,
-    lambda size: _TOGETHER if size < _MEDIUM else 1,
-  ):
+  others = [x for x in arrays if x.size >= _SMALL]
+  for group in _groups(others, _TOGETHER, alone_from=_MEDIUM):
     blocks, rests = zip(*map(_blocks, group), strict=True)
     small += rests
     once = _fold(_together(blocks, *([so_far] if in_order else [])))
@@ -402,17 +386,16 @@ def _largest_by_folding(
 
 
 def _groups(
-  arrays: Sequence[jax.Array],
-  kind: Callable[[jax.Array], _Kind],
-  count: Callable[[_Kind], int] = lambda kind: _TOGETHER,
+  arrays: Sequence[jax.Array], most: int, *, alone_from: float = math.inf
 ) -> Iterator[Sequence[jax.Array]]:
-  """Yields groups of arrays of one kind, each group for one kernel."""
-  alike: dict[_Kind, list[jax.Array]] = {}
+  """Yields groups of arrays of one shape, each group for one kernel."""
+  alike: dict[tuple[int, ...], list[jax.Array]] = {}
   for x in arrays:
-    alike.setdefault(kind(x), []).append(x)
-  for key, members in alike.items():
-    for i in range(0, len(members), count(key)):
-      yield members[i : i + count(key)]
+    alike.setdefault(x.shape, []).append(x)
+  for members in alike.values():
+    step = most if members[0].size < alone_from else 1
+    for i in range(0, len(members), step):
+      yield members[i : i + step]
 
 
 def _together(arrays: Sequence[jax.Array], *bits: jax.Array) -> jax.Array:

@@ -165,8 +165,7 @@ def unscale(tree: Tree, loss_scale: jax.Array) -> Tree:
   @functools.cache
   def factors(dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     # Invert in the leaf's own dtype, so that float64 loses no precision.
-    inverse = 1 / (loss_scale * quarter).astype(dtype)
-    return inverse, quarter.astype(dtype)
+    return 1 / (loss_scale * quarter).astype(dtype), quarter.astype(dtype)
 
   def unscale_leaf(x: object) -> object:
     if not is_gradient(x):

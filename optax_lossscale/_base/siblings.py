@@ -28,8 +28,7 @@ FlagOf = Callable[[jax.Array], jax.Array]
 def from_one_array(*scalars: jax.Array) -> list[jax.Array]:
   """Returns scalars of one dtype, as the elements of one array."""
   # An array of one element counts as a scalar.
-  array = jnp.stack([*scalars, scalars[-1]])
-  array = lax.optimization_barrier(array)
+  array = lax.optimization_barrier(jnp.stack([*scalars, scalars[-1]]))
   return [array[i] for i in range(len(scalars))]
 
 

@@ -20,6 +20,7 @@ from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
 from optax_lossscale._base import wiring
 from optax_lossscale._base.arguments import shown
+from optax_lossscale._base.bits import varying_axes
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import operation_table
 
@@ -144,8 +145,7 @@ def make_varying(tree: trees.Tree, axis_name: AxisNames) -> trees.Tree:
     missing = tuple(
       name
       for name in names
-      if bits.varying_axes(lax.axis_index(name))
-      and name not in bits.varying_axes(x)
+      if varying_axes(lax.axis_index(name)) and name not in varying_axes(x)
     )
     return lax.pcast(x, missing, to="varying") if missing else x
 
@@ -212,7 +212,7 @@ def check_agreed(
       "gradients are the same on all devices already, or if each device has a "
       "model of its own."
     )
-  varying = frozenset().union(*map(bits.varying_axes, flags))
+  varying = frozenset().union(*map(varying_axes, flags))
   # A flag that JAX tracks and that does not vary is the same on all devices.
   same = [name for name in tracked if name not in varying]
   return [*names, *same] if names else [*untracked, *same]
@@ -230,9 +230,7 @@ def _manual_axes() -> tuple[list[Hashable], list[Hashable]]:
   tracked: set[Hashable] = set()
   # `eval_shape` evaluates only types, so it adds no operation to the program.
   jax.eval_shape(
-    lambda: tracked.update(
-      *(bits.varying_axes(lax.axis_index(x)) for x in names)
-    )
+    lambda: tracked.update(*(varying_axes(lax.axis_index(x)) for x in names))
   )
   return (
     [name for name in names if name in tracked],
@@ -292,9 +290,7 @@ def _check_combined(
 
 def axes_beyond(x: jax.Array, *others: jax.Array) -> list[Hashable]:
   """Returns the axes along which `x` varies but one of the others does not."""
-  missing = (
-    bits.varying_axes(x) - bits.varying_axes(other) for other in others
-  )
+  missing = (varying_axes(x) - varying_axes(other) for other in others)
   return sorted(frozenset().union(*missing), key=str)
 
 
@@ -343,11 +339,11 @@ def _refuse_reduced(
   what: str, gradients: object, names: Sequence[Hashable]
 ) -> None:
   """Raises if JAX has already summed a gradient over devices."""
-  tracked = [name for name in names if bits.varying_axes(lax.axis_index(name))]
+  tracked = [name for name in names if varying_axes(lax.axis_index(name))]
   for path, x in jax.tree.leaves_with_path(gradients):
     if not leaves.is_gradient(x):
       continue
-    missing = [name for name in tracked if name not in bits.varying_axes(x)]
+    missing = [name for name in tracked if name not in varying_axes(x)]
     if missing:
       place = jax.tree_util.keystr(path) or "their root"
       raise ValueError(

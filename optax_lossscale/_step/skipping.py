@@ -12,6 +12,7 @@ import optax
 from optax_lossscale._base import leaves
 from optax_lossscale._base import siblings
 from optax_lossscale._base import trees
+from optax_lossscale._base.siblings import FlagOf
 from optax_lossscale._jaxpr import at_definition
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._step import devices
@@ -111,16 +112,14 @@ def select_on_skip(
   return select(states.state_in_use(opt_state, path).skipped, old, new)
 
 
-def _choose(
-  flag_of: siblings.FlagOf, old: jax.Array, new: ArrayLike
-) -> jax.Array:
+def _choose(flag_of: FlagOf, old: jax.Array, new: ArrayLike) -> jax.Array:
   """Selects one of two leaves; a product with a mask would let NaN through."""
   if not isinstance(old, jax.Array):
     return new  # `old` is float0, which has no value.
   return jax.lax.select(flag_of(old), old, jnp.asarray(new, old.dtype))
 
 
-def _zero_updates(flag_of: siblings.FlagOf, updates: trees.Tree) -> trees.Tree:
+def _zero_updates(flag_of: FlagOf, updates: trees.Tree) -> trees.Tree:
   """Returns the updates, all replaced by -0.0 if the step is skipped."""
 
   def choose(update: object) -> object:
@@ -130,8 +129,7 @@ def _zero_updates(flag_of: siblings.FlagOf, updates: trees.Tree) -> trees.Tree:
       return update
     # Adding -0.0 changes no number, but adding 0.0 turns -0.0 into 0.0.
     zero = complex(-0.0, -0.0) if jnp.iscomplexobj(update) else -0.0
-    return jax.lax.select(
-      flag_of(update), jax.lax.full_like(update, zero), update
-    )
+    zeros = jax.lax.full_like(update, zero)
+    return jax.lax.select(flag_of(update), zeros, update)
 
   return jax.tree.map(choose, updates)

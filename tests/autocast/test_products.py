@@ -215,7 +215,7 @@ def decibels(found, true):
 OPTIONS = [{}, WIDE, *({"dot_dtype": x} for x in FORMATS.values())]
 
 
-@pytest.mark.parametrize("factor", [1.0, 1e-9])
+@pytest.mark.parametrize("factor", support.slow_but({1e-9}, [1.0, 1e-9]))
 def test_a_layer_and_its_gradients_are_as_near_to_float64_as_the_page_says(
   factor,
 ):

@@ -240,7 +240,6 @@ def test_one_array_of_a_mesh_is_enough_to_reshape_none(sharded):
   )
   of_each = "64x200 over 0, 1"
   assert reductions(arrays, "cpu") == [of_each, of_each]
-  # Nor does anything else that has nothing to group need a second program.
   assert "cond" not in str(jax.make_jaxpr(_bits.amax)([jnp.ones(())] * 3))
 
 

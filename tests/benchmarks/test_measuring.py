@@ -124,6 +124,7 @@ def test_a_contender_that_fails_is_named_and_the_others_are_measured(
   assert "to compile it takes more than 0.01 s" in results["bare"].problem
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("joins_large", "groups"), [(False, (1, 1, 2, 3)), (True, (2, 2, 3, 5))]
 )

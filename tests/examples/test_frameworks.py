@@ -55,9 +55,7 @@ def after_some_steps(name):
   return example, args, example.draw(rng, example.BATCH)
 
 
-@pytest.mark.parametrize(
-  "name", support.slow_but(("equinox_accumulation", "gan"), NAMES)
-)
+@pytest.mark.parametrize("name", support.slow_but(("gan",), NAMES))
 def test_it_says_what_it_does_and_where_to_read_on(name, capsys):
   result = load(name).main(["--steps", "2", "--seed", "1"])
   lines = capsys.readouterr().out.splitlines()

@@ -53,6 +53,7 @@ def _sees_the_old(train, picture):
   return train_with_the_old_one
 
 
+@pytest.mark.slow
 def test_a_small_run_tells_where_it_is_and_draws(
   example, run, small, tmp_path, monkeypatch
 ):

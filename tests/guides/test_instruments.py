@@ -8,6 +8,7 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
+import pytest
 
 import optax_lossscale as ols
 from tests import documents
@@ -15,6 +16,7 @@ from tests import documents
 PATH = "docs/guides/instruments.md"
 
 
+@pytest.mark.slow
 def test_a_run_is_logged_recorded_advised_drawn_and_searched(
   tmp_path, monkeypatch
 ):

@@ -14,6 +14,7 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale._jaxpr import scopes
 from optax_lossscale.instruments import _tune_precision
+from tests import support
 
 BF16, F32, E4M3 = jnp.bfloat16, np.dtype(np.float32), jnp.float8_e4m3fn
 WIDTH, LAYERS = 32, 6
@@ -81,8 +82,9 @@ def test_a_bad_layer_stays_in_float32_and_the_others_do_not(capsys):
   ]
 
 
-@pytest.mark.parametrize("bad", [["layer4"], ["layer1", "layer4"]])
+@pytest.mark.parametrize("bad", support.slow_but(["4"], ["4", "14"]))
 def test_bad_layers_among_equal_ones_are_told_apart(bad):
+  bad = [f"layer{i}" for i in bad]
   report = tune(make_loss_fn(*bad), PARAMS, X)
   assert report.overrides == dict.fromkeys(bad, F32)
   found = (x for x in report.scopes.values() if x.dtype == "float32")
@@ -105,6 +107,7 @@ def test_layers_that_are_bad_in_the_second_batch_do_not_keep_others():
   assert report.scopes["layer*"].why == "bfloat16 is too wrong when added"
 
 
+@pytest.mark.slow
 def test_what_is_found_keeps_the_tolerance_of_both_batches():
   loss_fn, steep = make_loss_fn(), (X, jnp.float32(9.0))
   flat = (X, jnp.float32(0.1))

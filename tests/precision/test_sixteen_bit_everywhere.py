@@ -181,13 +181,9 @@ def through(kind, tree, target, folder):
 SAVED = ["orbax Auto Explicit", "pickle Explicit Auto", "bytes Auto Auto"]
 
 
-@pytest.mark.parametrize(
-  ("way", "case"),
-  [
-    *alternating(SAVED[:2]),
-    *[pytest.param(x, SAVED[2], marks=pytest.mark.slow) for x in WAYS],
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", SAVED)
 def test_a_sharded_run_goes_on_from_a_checkpoint_on_another_mesh(
   way, case, tmp_path
 ):

@@ -25,7 +25,9 @@ POSITIONS = {
 }
 each_way = pytest.mark.parametrize("way", WAYS)
 each_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-each_position = pytest.mark.parametrize("position", POSITIONS)
+each_position = pytest.mark.parametrize(
+  "position", support.slow_but({"inside"}, POSITIONS)
+)
 SIZE = 4096
 
 

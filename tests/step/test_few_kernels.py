@@ -86,9 +86,8 @@ def test_guarantee_5_every_program_finds_the_same_bits(name, monkeypatch):
       support.take_for(platform, patched, devices)
       functions[program] = jax.jit(functools.partial(examine))
       functions[program](TREES[name], scale)
-    patched.setattr(
-      bits, "_ways", lambda *_: {"default": bits._largest_by_leaf}
-    )
+    only = {"default": bits._largest_by_leaf}
+    patched.setattr(bits, "_ways", lambda *_: only)
     by_leaf = jax.jit(functools.partial(examine))
     rng = np.random.default_rng(0)
     for step in range(2 * len(TREES[name]) if len(TREES[name]) < 20 else 12):

@@ -92,10 +92,11 @@ READERS = {
   "update": lambda state, x: scaling().update(x, state, x),
 }
 GUARD = ols.experimental.SpikeGuard()
+SHAPES = (3, 3), (3,), (3, 5), (3, 5, 3)
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("shape", [(3, 3), (3,), (3, 5), (3, 5, 3)])
+@pytest.mark.parametrize("shape", support.slow_but(SHAPES[:1], SHAPES))
 def test_a_state_that_vmap_made_is_read_inside_vmap(reader, shape):
   x = jnp.arange(float(np.prod(shape))).reshape(shape)
   stacked = jax.vmap(scaling().init)(x)
