@@ -328,7 +328,7 @@ def _largest_of_shards(
     found = lax.max(magnitude_bits(x), zero)
     # If it is sharded along a dimension, so are the parts that this dimension
     # is split into, and each device finds the largest in its own.
-    for axis in (x.ndim - 1, 0):
+    for axis in (x.ndim - 1, 0) if x.ndim else ():
       part, rest = divmod(found.shape[axis], devices)
       if found.size > _ONE_KERNEL and part >= _SHORTEST_PART and not rest:
         split = *found.shape[:axis], devices, -1, *found.shape[axis + 1 :]

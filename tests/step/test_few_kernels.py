@@ -33,7 +33,7 @@ TREES = {
   "none": [],
   "empty": [np.ones((0, 3), np.float16), np.ones(0, np.float16)],
   "zeros": [np.zeros(n, np.float16) for n in (7, 5000)],
-  "odd": ones(np.float16, (3, 512, 0)),
+  "odd": ones(np.float16, (3, (), 512, 0)),
   "sizes": ones(np.float16),
   "matrices": [np.ones((64, 8 * n), np.float32) for n in (1, 33, 64, 64)],
   "different": ones(np.float16, range(1, 150, 2)),
