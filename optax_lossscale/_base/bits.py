@@ -255,7 +255,7 @@ def _may_be_sharded_unseen(arrays: Sequence[jax.Array]) -> bool:
   """Returns whether arrays may be sharded although their types do not say so.
 
   The `in_shardings` of jit are not in the types of its arguments. It counts the
-  devices of this process, not those that a program is exported for.
+  devices that JAX sees, not those that a program is exported for.
   """
   meshes = [jax.typeof(x).sharding.mesh for x in arrays]
   return jax.device_count() > 1 and any(mesh.empty for mesh in meshes)
@@ -326,8 +326,8 @@ def _largest_of_shards(
   largest = []
   for x in arrays:
     found = lax.max(magnitude_bits(x), zero)
-    # If it is sharded along a dimension, so are the parts that this dimension
-    # is split into, and each device finds the largest in its own.
+    # The parts of a sharded dimension are sharded like it, so each device finds
+    # the largest in its own. (Not if no type shows a mesh of, say, 3 of 8.)
     for axis in (x.ndim - 1, 0) if x.ndim else ():
       part, rest = divmod(found.shape[axis], devices)
       if found.size > _ONE_KERNEL and part >= _SHORTEST_PART and not rest:
