@@ -34,7 +34,7 @@ _LANES = 16
 _SMALL = 4096
 
 # On a CPU up to _TOGETHER arrays of one size share a kernel, to save compile
-# time. A shared kernel reads arrays of _MEDIUM elements or more slowly.
+# time. A shared kernel is slow for arrays of at least _MEDIUM elements.
 _MEDIUM = 65_536
 _TOGETHER = 8
 
