@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from optax_lossscale.instruments import _compiled_program
+from optax_lossscale.compiled import _compiled_program
 
 
 def figures(compiled: Any) -> dict[str, int]:

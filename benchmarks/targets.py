@@ -29,7 +29,7 @@ from benchmarks import report
 from benchmarks.peers import PEERS
 from benchmarks.peers import settings
 import optax_lossscale as ols
-from optax_lossscale.instruments import compiling
+from optax_lossscale.compiled import compiling
 
 # Those of docs/costs.md; the bare optimizer is what the others are beside.
 CONTENDERS = ("bare", "optax_lossscale", "apply_if_finite", "flax")

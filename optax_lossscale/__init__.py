@@ -19,9 +19,9 @@ import importlib as _importlib
 import importlib.util as _util
 import typing as _typing
 
-from optax_lossscale import presets
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._autocast.marks import cast_inputs
+from optax_lossscale._base import doors as _doors
 from optax_lossscale._base.other_systems import of_name as _of_name
 from optax_lossscale._base.wiring import WiringWarning
 from optax_lossscale._precision.master_weights import master_weights
@@ -98,19 +98,30 @@ __all__ = [
   "unscale",
 ]
 
-# These are loaded only when used, since some of them load Flax or matplotlib.
-_ON_DEMAND = frozenset(
-  {
-    "checkpoints",
-    "experimental",
-    "hardware",
-    "instruments",
-    "linen",
-    "nnx",
-    "plot",
-    "rules",
-  }
-)
+# These are loaded only when used, since they are a third of the library, and
+# some of them load Flax or matplotlib.
+_ROOMS = {
+  "checkpoints": ".checkpoints",
+  "experimental": ".experimental",
+  "hardware": ".hardware",
+  "instruments": ".instruments",
+  "linen": ".linen",
+  "nnx": ".nnx",
+  "plot": ".plot",
+  "presets": ".presets",
+  "rules": ".rules",
+}
+
+
+def _remedy(name: str) -> str:
+  """Returns the end of the error for a name that does not exist."""
+  # Nothing is loaded for names that tools ask for, nor for other submodules,
+  # which `from optax_lossscale import cli` asks for before it imports them.
+  if name[0] != "_" and not _util.find_spec(f"{__name__}.{name}"):
+    for module in sorted(_ROOMS.keys() - {"nnx", "plot"}):
+      if name in _importlib.import_module(_ROOMS[module], __name__).__all__:
+        return f"; it is {module}.{name}"
+  return _of_name(name, __all__)
 
 
 if _typing.TYPE_CHECKING:
@@ -121,24 +132,12 @@ if _typing.TYPE_CHECKING:
   from optax_lossscale import linen as linen
   from optax_lossscale import nnx as nnx
   from optax_lossscale import plot as plot
+  from optax_lossscale import presets as presets
   from optax_lossscale import rules as rules
 else:  # Type checkers would accept any name.
-
-  def __getattr__(name: str) -> object:
-    if name in _ON_DEMAND:
-      return _importlib.import_module(f"{__name__}.{name}")
-    remedy = _of_name(name, __all__)
-    # Nothing is loaded for names that tools ask for, nor for other submodules,
-    # which `from optax_lossscale import cli` asks for before it imports them.
-    if name[0] != "_" and not _util.find_spec(f"{__name__}.{name}"):
-      for module in sorted(_ON_DEMAND - {"nnx", "plot"}):
-        if name in __getattr__(module).__all__:
-          remedy = f"; it is {module}.{name}"
-    raise AttributeError(
-      f"module {__name__!r} has no attribute {name!r}{remedy}"
-    )
+  __getattr__ = _doors.open_door(__name__, _ROOMS, _remedy)
 
 
 def __dir__() -> list[str]:
   # Omits private packages and any submodules that happen to be imported.
-  return sorted({*__all__, *_ON_DEMAND, "__version__"})
+  return sorted({*__all__, *_ROOMS, "__version__"})

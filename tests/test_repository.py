@@ -397,4 +397,4 @@ def test_the_package_neither_loads_pickles_nor_executes_text():
       elif isinstance(node, ast.keyword):
         assert node.arg != "allow_pickle", path
   # The one that SECURITY.md names.
-  assert starts == {"instruments/compiling.py"}
+  assert starts == {"compiled/compiling.py"}

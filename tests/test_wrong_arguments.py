@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale.instruments import compiling
+from optax_lossscale.compiled import compiling
 from tests import surface
 
 WRONG = {

@@ -19,8 +19,8 @@ import sys
 ROOT = pathlib.Path(__file__).parents[1]
 # The tests that check or prove a step.
 TESTS = """
-  tests/instruments/test_laws.py tests/instruments/test_proof.py
-  tests/instruments/test_check_step.py tests/test_silent_mistakes.py
+  tests/instruments/step/test_laws.py tests/instruments/step/test_proof.py
+  tests/instruments/step/test_check_step.py tests/test_silent_mistakes.py
   tests/autocast/test_marks.py tests/autocast/test_products.py
   tests/base/test_other_systems.py tests/examples/test_frameworks.py
   tests/guides tests/test_switches.py::test_a_step_is_proved_under
@@ -121,7 +121,9 @@ def replays():
         scales = np.asarray(state.loss_scale, np.float64)
         (at,) = np.nonzero(np.diff(scales, prepend=np.nan))
         changes = [f"{j}:{scales[j].hex()}" for j in at]
-        texts.append(f"{system} {runs[0]['arguments']} {i}: {' '.join(changes)}")
+        texts.append(
+          f"{system} {runs[0]['arguments']} {i}: {' '.join(changes)}"
+        )
   return "\n".join(texts)
 
 

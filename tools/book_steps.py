@@ -12,13 +12,15 @@ import optax
 import optax_lossscale as ols
 from tests import support
 from tests.examples import test_frameworks
-from tests.instruments import steps
+from tests.instruments.step import steps
 
 ADAM, TX = steps.ADAM, steps.TX
 P = jax.P
 
 
-def of(tx=TX, loss_fn=steps.loss_fn, params=steps.PARAMS, change=None, **update):
+def of(
+  tx=TX, loss_fn=steps.loss_fn, params=steps.PARAMS, change=None, **update
+):
   """Returns a step, not jitted, and its arguments."""
 
   def train_step(params, opt_state, batch):
@@ -94,7 +96,9 @@ def example(name):
       parts, static = eqx.partition(args, eqx.is_array)
 
       def arrays_of(parts, batch):
-        return eqx.filter(step(*eqx.combine(parts, static), batch), eqx.is_array)
+        return eqx.filter(
+          step(*eqx.combine(parts, static), batch), eqx.is_array
+        )
 
       return arrays_of, parts, batch
     return step, *args, batch
@@ -161,9 +165,9 @@ STEPS = {
   "shard_map": on_devices,
   "schedule": schedule,
   "megatron": preset(ols.presets.megatron()),
-  "npu": preset(ols.presets.npu_exponential(
-    init_loss_scale=2.0**16, incr_every_n_steps=100
-  )),
+  "npu": preset(
+    ols.presets.npu_exponential(init_loss_scale=2.0**16, incr_every_n_steps=100)
+  ),
   "mindspore_fixed": preset(
     ols.presets.mindspore_fixed(drop_overflow_update=False)
   ),
@@ -175,9 +179,7 @@ STEPS = {
     loss_fn=ols.autocast(steps.loss_fn, dot_dtype=jnp.float8_e4m3fn)
   ),
   "stochastic": narrow(ols.stochastic_rounding),
-  "remainder": narrow(
-    functools.partial(ols.master_weights, store="remainder")
-  ),
+  "remainder": narrow(functools.partial(ols.master_weights, store="remainder")),
   "copy": narrow(ols.master_weights),
   "low state": lambda: of(
     ols.loss_scaling(ols.low_precision_state(ADAM), steps.RULE)
@@ -209,13 +211,25 @@ def models():
 
   add("dense", nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(4)]), words)
   add("conv", nn.Sequential([nn.Conv(8, (3, 3)), nn.GroupNorm(2)]), x)
-  add("pool", nn.Sequential([nn.Conv(8, (3, 3)), lambda x: nn.avg_pool(x, (2, 2))]), x)
-  add("layer norm", nn.Sequential([nn.LayerNorm(), nn.Dense(4), nn.RMSNorm()]), words)
+  add(
+    "pool",
+    nn.Sequential([nn.Conv(8, (3, 3)), lambda x: nn.avg_pool(x, (2, 2))]),
+    x,
+  )
+  add(
+    "layer norm",
+    nn.Sequential([nn.LayerNorm(), nn.Dense(4), nn.RMSNorm()]),
+    words,
+  )
   add("attention", nn.MultiHeadDotProductAttention(4), words)
   add("lstm", nn.RNN(nn.OptimizedLSTMCell(8)), words)
   add("gru", nn.RNN(nn.GRUCell(8)), words)
   add("transposed", nn.ConvTranspose(4, (3, 3)), x)
-  add("bilinear", nn.Sequential([nn.DenseGeneral((4, 4)), nn.softmax, nn.gelu]), words)
+  add(
+    "bilinear",
+    nn.Sequential([nn.DenseGeneral((4, 4)), nn.softmax, nn.gelu]),
+    words,
+  )
 
   def routed(w, x):
     shares = jax.nn.softmax(jnp.einsum("bsd,de->bse", x, w["gate"]))

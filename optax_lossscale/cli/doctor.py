@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax_lossscale as ols
 from optax_lossscale._base.arguments import printable
 from optax_lossscale.cli import _parser
-from optax_lossscale.instruments import compiling
+from optax_lossscale.compiled import compiling
 
 _LEGEND = """\
 largest*2, too large: the results of a product and of a cast that overflow; a

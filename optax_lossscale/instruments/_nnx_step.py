@@ -1,5 +1,6 @@
 """A step that changes Flax NNX objects in place, as one that returns them."""
 
+from collections.abc import Callable
 from collections.abc import Mapping
 
 from flax import nnx
@@ -7,7 +8,9 @@ from flax import traverse_util
 import jax
 
 from optax_lossscale._base import leaves
-from optax_lossscale.instruments._next_values import Step
+
+# As in `shared`, which loads this file only with Flax.
+Step = Callable[[Mapping[str, object]], object]
 
 
 def returning(

@@ -11,7 +11,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import cli
-from optax_lossscale.instruments import compiling
+from optax_lossscale.compiled import compiling
 from tests import documents
 
 

@@ -14,7 +14,7 @@ import pytest
 from optax_lossscale import cli
 from optax_lossscale import instruments
 from tests import documents
-from tests.instruments.histories import make_history
+from tests.instruments.run.histories import make_history
 
 # The first 40 steps overflow above 2**15.
 UNSCALED = [1.5] * 40 + [math.inf] + [1.5] * 80

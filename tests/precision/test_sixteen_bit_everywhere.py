@@ -16,7 +16,7 @@ import pytest
 
 import optax_lossscale as ols
 from tests import support
-from tests.instruments import steps
+from tests.instruments.step import steps
 
 RULE = ols.FixedLossScale(1024.0)
 remainders = functools.partial(ols.master_weights, store="remainder")

@@ -1,6 +1,6 @@
 """The programs that GPUs and TPUs get, executed on a CPU.
 
-How many kernels they are is tested in tests/instruments/test_targets.py.
+How many kernels they are is tested in tests/compiled/test_targets.py.
 """
 
 import functools

@@ -1,0 +1,34 @@
+"""Modules whose names are loaded when somebody asks for them."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import importlib
+
+from optax_lossscale._base import arguments
+
+
+def open_door(
+  module: str,
+  rooms: Mapping[str, str],
+  remedy: Callable[[str], str] | None = None,
+) -> Callable[[str], object]:
+  """Returns the `__getattr__` of a module that loads its names on demand.
+
+  Args:
+    module: the module's name.
+    rooms: by name, the module that has it, relative to `module`.
+    remedy: returns the end of the error for a name that does not exist; by
+      default it guesses which name was meant.
+  """
+
+  def load(name: str) -> object:
+    if name not in rooms:
+      end = remedy or (lambda name: arguments.did_you_mean(name, rooms))
+      raise AttributeError(
+        f"module {module!r} has no attribute {name!r}{end(name)}"
+      )
+    room = importlib.import_module(rooms[name], module)
+    # The room of "rules" is the submodule `rules` itself.
+    return room if rooms[name] == f".{name}" else getattr(room, name)
+
+  return load

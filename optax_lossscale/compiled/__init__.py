@@ -1,0 +1,11 @@
+"""What compilers for devices that are absent make of a step."""
+
+from optax_lossscale.compiled._compile_report import compile_report
+from optax_lossscale.compiled._compile_report import CompiledStep
+from optax_lossscale.compiled._compile_report import CompileReport
+
+__all__ = [
+  "CompileReport",
+  "CompiledStep",
+  "compile_report",
+]
