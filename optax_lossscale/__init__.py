@@ -48,9 +48,9 @@ from optax_lossscale._step.checks import saturated
 from optax_lossscale._step.devices import make_varying
 from optax_lossscale._step.devices import pmean_gradients
 from optax_lossscale._step.failures import raise_if_failed
-from optax_lossscale._step.findings import WindowOverflow
 from optax_lossscale._step.loss_scaling import loss_scaling
 from optax_lossscale._step.metrics import loss_scale_metrics
+from optax_lossscale._step.reasons import WindowOverflow
 from optax_lossscale._step.skipping import select_on_skip
 from optax_lossscale._step.states import get_loss_scale
 from optax_lossscale._step.states import LastStep

@@ -222,8 +222,8 @@ class TrainState(train_state.TrainState):
     for name in new:
       rule = f"`{name}` must keep its structure"
       trees.check_structure(rule, new[name], old[name])
-    states.find_run(self.opt_state)
-    selected: Self = self.replace(**skipping.select(self.skipped, old, new))
+    kept = skipping.select_on_skip(self.opt_state, new, old)
+    selected: Self = self.replace(**kept)
     return selected
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
+import dataclasses
 import functools
 import types
 from typing import Any
@@ -31,48 +32,36 @@ _Place = tuple[Any, ...]
 __all__ = ["autocast", "scaled_value_and_grad", "undo_on_skip"]
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class _ScaledValueAndGrad(backward.ScaledValueAndGrad):
   """A function of NNX objects, whose optimizer changes in place."""
 
-  def __init__(
-    self,
-    *args: Any,
-    optimizer: nnx.Optimizer[Any],
-    filters: dict[int, Any],
-    path: str | None,
-    **kwargs: Any,
-  ) -> None:
-    super().__init__(*args, **kwargs)
-    self._optimizer = optimizer
-    self._filters = filters  # Chooses the variables to differentiate.
-    self._path = path
+  optimizer: nnx.Optimizer[Any]
+  filters: dict[int, Any]  # Chooses the variables to differentiate.
+  path: str | None
 
-  def _loss_scale(self) -> jax.Array:
-    # Finds S anew in each call, since the optimizer moves it in place.
-    return states.scale_in_use(_find_state(self._optimizer, self._path))
+  def loss_scale(self) -> jax.Array:
+    """Returns S, found anew since the optimizer moves it in place."""
+    return states.scale_in_use(_find_state(self.optimizer, self.path))
 
-  def _places(
+  def bind(
     self, args: tuple[object, ...], batch_argnums: object
-  ) -> arguments.Places:
-    if batch_argnums is None:
-      whole = {*_objects(args), *arguments.argnums_as_tuple(self._argnums)}
-      batch_argnums = [i for i in range(len(args)) if i not in whole]
-    return arguments.find_places(self._argnums, batch_argnums, len(args))
-
-  def _functional(
-    self, loss_scale: jax.Array, args: tuple[object, ...]
-  ) -> tuple[object, Callable[..., Any], Callable[[Any], None]]:
+  ) -> backward.Bound:
+    """Returns the function with the variables of its objects beside it."""
     objects = _objects(args)
+    if batch_argnums is None:
+      whole = {*objects, *arguments.argnums_as_tuple(self.argnums)}
+      batch_argnums = [i for i in range(len(args)) if i not in whole]
+    bound = super().bind(args, batch_argnums)
     graphdef, state = nnx.split(objects)
     differentiated = {
       place
       for place, variable in _variables(objects).items()
-      if place[0] in self._filters
-      and nnx.filterlib.to_predicate(self._filters[place[0]])(place, variable)
+      if place[0] in self.filters
+      and nnx.filterlib.to_predicate(self.filters[place[0]])(place, variable)
     }
     before = _values(objects)
     changing = before.keys() - differentiated
-    value_and_grad = self._at(loss_scale)
 
     def pure(
       variables: Any, *args: object, **kwargs: object
@@ -86,14 +75,15 @@ class _ScaledValueAndGrad(backward.ScaledValueAndGrad):
       own = nnx.merge(graphdef, state, copy=True)
       nnx.update(own, nnx.from_flat_state(variables))
       current = dict(enumerate(args)) | own
-      value, scaled_grads = value_and_grad(*current.values(), **kwargs)
+      value, scaled_grads, _ = bound.pure((), *current.values(), **kwargs)
       after = _values(own)
       return value, scaled_grads, {place: after[place] for place in changing}
 
     def store(variables: Any) -> None:
       nnx.update(objects, nnx.from_flat_state(variables))
 
-    return {place: before[place] for place in changing}, pure, store
+    changed = {place: before[place] for place in changing}
+    return bound._replace(variables=changed, pure=pure, store=store)
 
 
 def scaled_value_and_grad(

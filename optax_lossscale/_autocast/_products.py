@@ -22,7 +22,7 @@ import numpy as np
 from optax_lossscale._autocast import _value
 from optax_lossscale._autocast import levels
 from optax_lossscale._base import bits
-from optax_lossscale._base import named_calls
+from optax_lossscale._base import promises
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import scopes
 from optax_lossscale._jaxpr.interpreter import Array
@@ -260,12 +260,12 @@ def _named(operand: Operand) -> Operand:
 
 
 def _quotients(x: jax.Array, largest: float) -> tuple[jax.Array, jax.Array]:
-  """Returns what a proof takes `_powers` for."""
+  """Returns the quotients themselves, which is what `_powers` promises."""
   amax = jnp.max(jnp.abs(x))
   return largest / amax, amax / largest
 
 
-@named_calls.assumed(_quotients)
+@promises.promise("powers", assume=_quotients)
 def _powers(x: jax.Array, largest: float) -> tuple[jax.Array, jax.Array]:
   """Returns the largest power of two that keeps x in range, and 1 / it."""
   # The other numbers keep their scale if one is not finite.

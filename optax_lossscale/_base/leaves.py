@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from optax_lossscale._base import bits
-from optax_lossscale._base import named_calls
+from optax_lossscale._base import promises
 from optax_lossscale._base.arguments import shown
 
 # The type of a tree, for functions that change only its leaves.
@@ -148,14 +148,14 @@ def widen(tree: Tree) -> Tree:
 
 
 def _quotients(tree: Tree, loss_scale: jax.Array) -> Tree:
-  """Returns what a proof takes `unscale` for: the plain quotients."""
+  """Returns the plain quotients, which is what `unscale` promises."""
   return jax.tree.map(
     lambda x: x / loss_scale.astype(x.dtype) if is_gradient(x) else x,
     widen(tree),
   )
 
 
-@named_calls.assumed(_quotients)
+@promises.promise("unscale", assume=_quotients)
 def unscale(tree: Tree, loss_scale: jax.Array) -> Tree:
   """Returns the gradients in `tree` divided by S, in float32 or wider."""
   # The inverse of an S above 2**126 is subnormal, and a backend may flush it to
@@ -223,7 +223,7 @@ def overwrites(path: Path) -> bool:
   )
 
 
-@named_calls.assumed(lambda x: x)
+@promises.promise("finite", assume=lambda x: x)
 def without_inf(x: jax.Array) -> jax.Array:
   """Returns a mean of finite numbers, which rounding may have made inf."""
   return jnp.nan_to_num(x)

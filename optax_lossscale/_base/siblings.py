@@ -11,7 +11,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from optax_lossscale._base import named_calls
+from optax_lossscale._base import promises
 
 # The platforms whose compiler does so.
 GPUS = "cuda", "rocm"
@@ -32,8 +32,7 @@ def from_one_array(*scalars: jax.Array) -> list[jax.Array]:
   return [array[i] for i in range(len(scalars))]
 
 
-# A proof reads the scalars themselves.
-@named_calls.assumed(lambda *scalars: list(scalars))
+@promises.promise("shared", assume=lambda *scalars: list(scalars))
 def shared(*scalars: jax.Array) -> list[jax.Array]:
   """Returns the same scalars, for a GPU from one array that all readers share.
 

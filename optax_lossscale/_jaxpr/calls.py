@@ -11,7 +11,7 @@ import jax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from optax_lossscale._base import named_calls
+from optax_lossscale._base import promises
 
 # Since jax 0.11 this is `core.Jaxpr` itself. JAX's type stubs lack the name.
 _ClosedJaxpr: Any = core.ClosedJaxpr  # type: ignore[attr-defined]
@@ -139,8 +139,8 @@ def transparent_body(equation: core.JaxprEqn) -> core.Jaxpr | None:
   places = any(isinstance(x, jax.sharding.Sharding) for x in shardings) or any(
     x is not None for x in layouts
   )
-  is_named = named_calls.number_of(equation) is not None
-  if places or is_named or form(equation) not in (Form.CALL, Form.JIT):
+  is_promised = promises.number_of(equation) is not None
+  if places or is_promised or form(equation) not in (Form.CALL, Form.JIT):
     return None
   (body,) = bodies(equation)
   return body.jaxpr

@@ -16,13 +16,14 @@ import numpy as np
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
-from optax_lossscale._base import named_calls
+from optax_lossscale._base import promises
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._step import backward
 from optax_lossscale._step import checks
 from optax_lossscale._step import devices
 from optax_lossscale._step import findings
 from optax_lossscale._step import provenance
+from optax_lossscale._step import reasons
 from optax_lossscale._step import requirements
 from optax_lossscale._step import skipping
 
@@ -35,7 +36,7 @@ def accumulate(
   batch_argnums: int | Sequence[int] | None = None,
   check: checks.Check = checks.nonfinite(),
   axis_name: devices.AxisNames | None = None,
-) -> Callable[..., tuple[Any, ArrayTree, findings.WindowOverflow]]:
+) -> Callable[..., tuple[Any, ArrayTree, reasons.WindowOverflow]]:
   """Returns a function that computes scaled gradients in micro-batches.
 
   Use it for a batch that does not fit in memory. It calls what a
@@ -120,7 +121,7 @@ def accumulate(
       "eqx.filter_value_and_grad, and for Flax NNX there is "
       "nnx.scaled_value_and_grad(loss_fn, optimizer)."
     )
-  given_argnums = getattr(value_and_grad._value_and_grad, "keywords", {})
+  given_argnums = getattr(value_and_grad.value_and_grad, "keywords", {})
   if "argnums" in given_argnums:
     raise ValueError(
       "`argnums` must go to scaled_value_and_grad, got "
@@ -131,17 +132,17 @@ def accumulate(
   drop = arguments.check_flag("drop", drop)
   requirements.check_check(check)
   names = devices.axis_names("axis_name", axis_name)
-  has_aux = value_and_grad._has_aux
+  has_aux = value_and_grad.has_aux
 
   @functools.wraps(value_and_grad, updated=())
   def accumulated(
     *args: object, **kwargs: object
-  ) -> tuple[Any, ArrayTree, findings.WindowOverflow]:
+  ) -> tuple[Any, ArrayTree, reasons.WindowOverflow]:
     devices.check_mapped("axis_name", names)
-    loss_scale = value_and_grad._loss_scale()
-    places = value_and_grad._places(args, batch_argnums)
+    loss_scale, places, given, like, variables, pure, store = (
+      value_and_grad.bind(args, batch_argnums)
+    )
     split = _split({i: args[i] for i in places.batched}, k)
-    variables, pure, store = value_and_grad._functional(loss_scale, args)
 
     def call(
       variables: object,
@@ -155,13 +156,7 @@ def accumulate(
       return result
 
     # Shaped like the gradients in `update`, to match a check's tree of dtypes.
-    given = arguments.like_argnums(
-      value_and_grad._argnums, tuple(args[i] for i in places.differentiated)
-    )
-    if value_and_grad._value_and_grad is jax.value_and_grad:
-      like = given = leaves.as_arrays(given)
-    else:
-      # A model may hold more than its gradients, so the function is traced.
+    if like is None:
       _, like, _ = jax.eval_shape(
         lambda *x: call(x[0], {}, jax.tree.map(operator.itemgetter(0), x[1])),
         variables,
@@ -217,21 +212,19 @@ def accumulate(
     )
     end, outcomes = _scan(take_next, start, split, k)
     losses, aux = outcomes.value if has_aux else (outcomes.value, None)
-    overflow = findings.WindowOverflow(outcomes.overflow, outcomes.amax, drop)
+    overflow = reasons.WindowOverflow(outcomes.overflow, outcomes.amax, drop)
     store(skipping.select(overflow.is_void, variables, end.variables))
     valid = ~overflow.flags
     counted = valid | ~jnp.any(valid) if drop else jnp.full_like(valid, True)
     means = _means(end.sums, counted, overflow)
     if drop:
-      # A proof takes it that the means leave out overflows, which `update` must
-      # be told.
-      means = named_calls.noted("dropped", means)
+      means = promises.noted("dropped", means)
     # JAX returns float0 for a leaf that has no gradient.
     none = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), like)
     others = leaves.merge(is_overwritten, end.overwritten, none)
     scaled_grads = leaves.merge(is_summed, means, others)
     kind = "dropping" if drop else "scaled"
-    provenance.note(means, kind, loss_scale, value_and_grad._opt_state)
+    provenance.note(means, kind, loss_scale, value_and_grad.opt_state)
     loss = _mean_loss(losses, counted)
     return (loss, aux) if has_aux else loss, scaled_grads, overflow
 
@@ -353,7 +346,7 @@ def _add(
 # Compiled even outside jit, or jax_debug_infs would find an inf that is unused.
 @functools.partial(jax.jit, inline=True)
 def _means(
-  sums: ArrayTree, counted: jax.Array, overflow: findings.WindowOverflow
+  sums: ArrayTree, counted: jax.Array, overflow: reasons.WindowOverflow
 ) -> ArrayTree:
   """Returns the mean gradients, all inf or NaN if the window is void."""
   count = jnp.sum(counted)

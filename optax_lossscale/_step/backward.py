@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import dataclasses
 import functools
 from typing import Any
+from typing import NamedTuple
 
 from chex import ArrayTree
 import jax
@@ -14,8 +16,8 @@ import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
-from optax_lossscale._base import named_calls
 from optax_lossscale._base import other_systems
+from optax_lossscale._base import promises
 from optax_lossscale._base import trees
 from optax_lossscale._jaxpr import in_place
 from optax_lossscale._step import provenance
@@ -33,8 +35,43 @@ _REMEDIES = {
 }
 
 
+class Bound(NamedTuple):
+  """A gradient function with its arguments, for a scan over micro-batches.
+
+  Attributes:
+    loss_scale: float32[], S.
+    places: which arguments are differentiated, and which are split.
+    given: the arguments that are differentiated.
+    like: a tree like the gradients; None if only a trace can tell.
+    variables: what the function changes in place, as values.
+    pure: the function without such changes; it takes the variables first and
+      returns their new values last.
+    store: sets the variables to new values.
+  """
+
+  loss_scale: jax.Array
+  places: arguments.Places
+  given: Any
+  like: Any
+  variables: object
+  pure: Callable[..., Any]
+  store: Callable[[Any], None]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ScaledValueAndGrad:
   """The function that a `scaled_value_and_grad` returns; `accumulate` takes it.
+
+  A subclass may find S in another place by its own `loss_scale`, differentiate
+  in another way by its own `at`, or change objects in place by its own `bind`.
+
+  Attributes:
+    fun: the loss function.
+    opt_state: the state of the wrapper, which holds S, or S itself.
+    argnums: which positional arguments to differentiate with respect to.
+    has_aux: whether `fun` returns a pair of the loss and auxiliary data.
+    allow_int: whether to allow differentiation with respect to integers.
+    value_and_grad: the function that differentiates.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -42,75 +79,98 @@ class ScaledValueAndGrad:
     >>> value_and_grad = ols.scaled_value_and_grad(jnp.sum, 1024.0)
     >>> isinstance(value_and_grad, ols.ScaledValueAndGrad)
     True
+    >>> value_and_grad.at(jnp.float32(8.0))(jnp.array([1.0, 2.0]))
+    (Array(3., dtype=float32), Array([8., 8.], dtype=float32))
   """
 
-  def __init__(
-    self,
-    fun: Callable[..., Any],
-    opt_state: optax.OptState,
-    argnums: int | Sequence[int],
-    has_aux: bool,
-    *,
-    allow_int: bool = False,
-    value_and_grad: Callable[..., Any] = jax.value_and_grad,
-  ) -> None:
-    self._fun = fun
-    self._opt_state = opt_state  # That of the wrapper, or S itself.
-    self._argnums = argnums
-    self._has_aux = arguments.check_flag("has_aux", has_aux)
-    self._allow_int = arguments.check_flag("allow_int", allow_int)
-    self._value_and_grad = value_and_grad
-    # The attributes of a callable object must not replace those above.
-    functools.update_wrapper(self, fun, updated=())
+  fun: Callable[..., Any]
+  opt_state: optax.OptState
+  argnums: int | Sequence[int] = 0
+  has_aux: bool = False
+  allow_int: bool = False
+  value_and_grad: Callable[..., Any] = jax.value_and_grad
+
+  def __post_init__(self) -> None:
+    arguments.check_fields(
+      self, has_aux=arguments.check_flag, allow_int=arguments.check_flag
+    )
+    # As `functools.wraps` does, but the attributes of a callable object must
+    # not replace those above.
+    for name in functools.WRAPPER_ASSIGNMENTS:
+      if hasattr(self.fun, name):
+        vars(self)[name] = getattr(self.fun, name)
+    vars(self)["__wrapped__"] = self.fun
 
   def __call__(self, *args: object, **kwargs: object) -> tuple[Any, ArrayTree]:
-    loss_scale = self._loss_scale()
-    value, scaled_grads = self._at(loss_scale)(*args, **kwargs)
-    loss, *aux = value if self._has_aux else (value,)
-    loss = named_calls.noted("loss", loss)
-    value = (loss, *aux) if self._has_aux else loss
-    provenance.note(scaled_grads, "scaled", loss_scale, self._opt_state)
+    loss_scale = self.loss_scale()
+    value, scaled_grads = self.at(loss_scale)(*args, **kwargs)
+    loss, *aux = value if self.has_aux else (value,)
+    loss = promises.noted("loss", loss)
+    value = (loss, *aux) if self.has_aux else loss
+    provenance.note(scaled_grads, "scaled", loss_scale, self.opt_state)
     return value, scaled_grads
 
-  # `accumulate` uses the methods below; those of Flax NNX are different.
+  def loss_scale(self) -> jax.Array:
+    """Returns S as float32[]; raises if compiling would freeze it."""
+    return states.scale_in_use(self.opt_state)
 
-  def _loss_scale(self) -> jax.Array:
-    """Returns S; raises if compiling would freeze it."""
-    return states.scale_in_use(self._opt_state)
-
-  def _at(self, loss_scale: jax.Array) -> Callable[..., tuple[Any, ArrayTree]]:
-    """Returns the function at a given S."""
-    return at_scale(
-      loss_scale,
-      self._fun,
-      self._argnums,
-      self._has_aux,
-      self._allow_int,
-      self._value_and_grad,
+  def at(self, loss_scale: jax.Array) -> Callable[..., tuple[Any, ArrayTree]]:
+    """Returns the function at a given S, float32[], usable or not."""
+    options = {} if self.argnums == 0 else {"argnums": self.argnums}
+    if self.allow_int:
+      options["allow_int"] = self.allow_int
+    # Other versions, such as Flax NNX's, may keep the changes that `fun` makes.
+    may_change = self.value_and_grad is not jax.value_and_grad
+    scaled_fun = _scaled_loss_fn(
+      self.fun, loss_scale, self.has_aux, may_change=may_change
     )
+    try:
+      differentiated = self.value_and_grad(scaled_fun, has_aux=True, **options)
+      arguments.check_function(differentiated)
+    except TypeError as error:
+      raise _unlike_value_and_grad(self.value_and_grad) from error
 
-  def _places(
-    self, args: tuple[object, ...], batch_argnums: object
-  ) -> arguments.Places:
-    """Returns which arguments are differentiated, and which are split."""
-    return arguments.find_places(self._argnums, batch_argnums, len(args))
+    def scaled_value_and_grad_fun(
+      *args: object, **kwargs: object
+    ) -> tuple[Any, ArrayTree]:
+      try:
+        result = differentiated(*args, **kwargs)
+      except TypeError as error:
+        # JAX raises this for leaves without gradients. Other errors pass.
+        is_jax = self.value_and_grad in (jax.value_and_grad, jax.grad)
+        if is_jax and not self.allow_int:
+          numbers = arguments.argnums_as_tuple(self.argnums)
+          for i, x in enumerate(args):
+            if i in numbers or i - len(args) in numbers:
+              _refuse_unless_arrays({f"args[{i}]": x}, error)
+        raise
+      match result:
+        case ((_, (loss, value)), gradients):
+          return value, _inf_where_unusable(loss_scale, loss.dtype, gradients)
+      raise _unlike_value_and_grad(self.value_and_grad)
 
-  def _functional(
-    self, loss_scale: jax.Array, args: tuple[object, ...]
-  ) -> tuple[object, Callable[..., Any], Callable[[Any], None]]:
-    """Returns variables in `args`, a pure function of them, and their setter.
+    return scaled_value_and_grad_fun
 
-    The function takes the variables first and returns their new values last.
-    """
-    del args
-    differentiated = self._at(loss_scale)
+  def bind(self, args: tuple[object, ...], batch_argnums: object) -> Bound:
+    """Returns the function with its arguments, as `accumulate` needs it."""
+    loss_scale = self.loss_scale()
+    places = arguments.find_places(self.argnums, batch_argnums, len(args))
+    differentiated = self.at(loss_scale)
+    given = arguments.like_argnums(
+      self.argnums, tuple(args[i] for i in places.differentiated)
+    )
+    like = None  # A model may hold more than its gradients.
+    if self.value_and_grad is jax.value_and_grad:
+      like = given = leaves.as_arrays(given)
 
     def pure(
       variables: object, *args: object, **kwargs: object
     ) -> tuple[object, ...]:
       return (*differentiated(*args, **kwargs), variables)
 
-    return (), pure, lambda variables: None
+    return Bound(
+      loss_scale, places, given, like, (), pure, lambda variables: None
+    )
 
 
 @other_systems.explained
@@ -269,48 +329,6 @@ def unscale(
   return leaves.merge(is_gradient, gradients, scaled_grads)
 
 
-def at_scale(
-  loss_scale: jax.Array,
-  fun: Callable[..., Any],
-  argnums: int | Sequence[int],
-  has_aux: bool,
-  allow_int: bool = False,
-  value_and_grad: Callable[..., Any] = jax.value_and_grad,
-) -> Callable[..., tuple[Any, ArrayTree]]:
-  """Works like `scaled_value_and_grad`, but takes S itself, usable or not."""
-  options = {} if argnums == 0 else {"argnums": argnums}
-  if allow_int:
-    options["allow_int"] = allow_int
-  # Other versions, such as Flax NNX's, may keep the changes that `fun` makes.
-  may_change = value_and_grad is not jax.value_and_grad
-  scaled_fun = _scaled_loss_fn(fun, loss_scale, has_aux, may_change=may_change)
-  try:
-    differentiated = value_and_grad(scaled_fun, has_aux=True, **options)
-    arguments.check_function(differentiated)
-  except TypeError as error:
-    raise _unlike_value_and_grad(value_and_grad) from error
-
-  def scaled_value_and_grad_fun(
-    *args: object, **kwargs: object
-  ) -> tuple[Any, ArrayTree]:
-    try:
-      result = differentiated(*args, **kwargs)
-    except TypeError as error:
-      # JAX raises this for leaves without gradients. Other errors pass through.
-      if value_and_grad in (jax.value_and_grad, jax.grad) and not allow_int:
-        numbers = arguments.argnums_as_tuple(argnums)
-        for i, x in enumerate(args):
-          if i in numbers or i - len(args) in numbers:
-            _refuse_unless_arrays({f"args[{i}]": x}, error)
-      raise
-    match result:
-      case ((_, (loss, value)), gradients):
-        return value, _inf_where_unusable(loss_scale, loss.dtype, gradients)
-    raise _unlike_value_and_grad(value_and_grad)
-
-  return scaled_value_and_grad_fun
-
-
 def _refuse_unless_arrays(given: dict[str, object], error: TypeError) -> None:
   """Raises an error that names the first leaf without a gradient, if any."""
   classes: set[type] = set()
@@ -402,8 +420,9 @@ def _times(loss: jax.Array, loss_scale: jax.Array) -> jax.Array:
   return loss.astype(dtype) * loss_scale.astype(dtype)
 
 
-# A proof is about an S that the loss's dtype holds.
-@named_calls.assumed(lambda loss_scale, loss_dtype, gradients: gradients)
+@promises.promise(
+  "held", assume=lambda loss_scale, loss_dtype, gradients: gradients
+)
 def _inf_where_unusable(
   loss_scale: jax.Array, loss_dtype: DTypeLike, gradients: ArrayTree
 ) -> ArrayTree:

@@ -1,28 +1,22 @@
 """Findings about gradients, from the check, the caller and other devices."""
 
 from collections.abc import Hashable
-from collections.abc import Sequence
-import contextlib
-import dataclasses
-import functools
-from typing import Any
 from typing import NamedTuple
 
 from chex import ArrayTree
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 import numpy as np
 import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
-from optax_lossscale._base import named_calls
+from optax_lossscale._base import promises
 from optax_lossscale._base import siblings
-from optax_lossscale._base.arguments import shown
 from optax_lossscale._step import checks
+from optax_lossscale._step import reasons
 
 _LARGEST = float(np.finfo(np.float32).max)
 _FLOAT16 = float(np.finfo(np.float16).max)
@@ -57,93 +51,18 @@ class Outcome(NamedTuple):
   unseen: jax.Array | None = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class WindowOverflow:
-  """The overflows of a window's micro-batches, to be passed to `update`.
+class _Measured(NamedTuple):
+  """What the check finds in gradients alone."""
 
-  Used as a flag, as in `bool(overflow)` or `jnp.where(overflow, ...)`, it is
-  True if any micro-batch overflowed. `update` also reads its attributes: it
-  does not skip the step because of a dropped micro-batch, and it takes amax
-  from the micro-batches.
-
-  Attributes:
-    flags: bool[microbatches], True for a micro-batch that overflowed.
-    amax: float32[microbatches], the largest absolute value among each
-      micro-batch's scaled gradients; NaN if any of them was NaN.
-    drop: whether the gradients leave out the micro-batches that overflowed.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> import optax_lossscale as ols
-    >>> flags = jnp.array([False, True])
-    >>> overflow = ols.WindowOverflow(flags, jnp.array([4, jnp.inf]), drop=True)
-    >>> print(bool(overflow), overflow.valid, overflow.is_void)
-    True 1 False
-  """
-
-  flags: jax.Array
-  amax: jax.Array
-  drop: bool = dataclasses.field(metadata={"static": True})
-
-  @property
-  def valid(self) -> jax.Array:
-    """int32[], the number of micro-batches that did not overflow."""
-    return jnp.sum(~self.flags, axis=-1, dtype=jnp.int32)
-
-  @property
-  def is_void(self) -> jax.Array:
-    """bool[], True if the gradients of the window are unusable."""
-    every_one = jnp.all(self.flags, axis=-1)
-    return every_one if self.drop else jnp.any(self.flags, axis=-1)
-
-  # JAX's protocol for objects that act as arrays, such as NNX's variables.
-  def __jax_array__(self) -> jax.Array:
-    return jnp.any(self.flags, axis=-1)
-
-  def __array__(
-    self, dtype: DTypeLike | None = None, copy: bool | None = None
-  ) -> np.ndarray:
-    return np.array(self.__jax_array__(), dtype, copy=copy)
-
-  def __bool__(self) -> bool:
-    return bool(self.__jax_array__())
+  flag: jax.Array  # bool[], True for an overflow.
+  amaxes: list[jax.Array]
+  # The share of its limit that each amax reaches, where the limit is known.
+  # float32 gradients may have been computed in any dtype.
+  shares: list[jax.Array]
+  least: float | None  # The smallest of these limits.
 
 
-class FloatStatus(NamedTuple):
-  """How many operations of a function overflowed, as `float_status` counts.
-
-  Each operation counts every time that it runs, on every device. `bool(status)`
-  is True if an operation overflowed. As `overflow=` of `update`, a status means
-  its `overflow`; pass `tuple(status)` if undefined operations count as well.
-
-  Attributes:
-    overflow: int32[], operations whose result was too large for its dtype.
-    undefined: int32[], operations without a finite value for their inputs:
-      division by zero, log 0, sqrt(-1).
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> import optax_lossscale as ols
-    >>> square = ols.hardware.float_status(lambda x: x * x)
-    >>> _, status = square(jnp.float16(300.0))
-    >>> print(bool(status), status.overflow, status.undefined)
-    True 1 0
-  """
-
-  overflow: jax.Array
-  undefined: jax.Array
-
-  def __bool__(self) -> bool:
-    if isinstance(self.overflow, jax.core.Tracer):
-      raise TypeError(
-        "a FloatStatus must be known where its truth is used, got "
-        f"{shown(self.overflow)} operations; under jit write "
-        "status.overflow > 0, or pass overflow=status to update."
-      )
-    return bool(np.any(self.overflow))
-
-
+@promises.promise("examine", static=("check", "in_order"))
 def examine(
   check: checks.Check,
   scaled_grads: optax.Updates,
@@ -157,28 +76,28 @@ def examine(
 
   Given S, it also checks that S is usable and that the largest gradient stays
   finite when it is divided by S, since division by an S below 1 may overflow.
-  A proof takes both outcomes in turn, and that amax grows as S.
   """
+  measured = _measure(check, scaled_grads, loss_scale, in_order=in_order)
+  flag, dropped, elsewhere = _add_reasons(check, measured, overflow, amax)
+  shares = measured.shares
+  if measured.least is not None:
+    shares = [*shares, *(_share(x, measured.least) for x in elsewhere)]
+  found = bits.amax([*measured.amaxes, *elsewhere])
+  if not shares:
+    # The dtype is unknown: report against float16, without enforcing it.
+    shares = [_share(found, _FLOAT16)]
+  used = bits.amax([*shares, jnp.full((), _SMALLEST, jnp.float32)])
+  used = jnp.where(jnp.isfinite(found), used, found)
+  return Finding(flag, found, dropped, used)
 
-  def found(*operands: Any) -> Finding:
-    return _examine(check, *operands, in_order=in_order)
 
-  # `accumulate` examines micro-batches, and not in order.
-  is_gate = loss_scale is not None and in_order
-  return named_calls.named(
-    "examine", found, loss_scale, scaled_grads, overflow, amax, is_gate=is_gate
-  )
-
-
-def _examine(
+def _measure(
   check: checks.Check,
-  loss_scale: jax.Array | None,
   scaled_grads: optax.Updates,
-  overflow: object,
-  amax: object,
+  loss_scale: jax.Array | None,
   *,
   in_order: bool,
-) -> Finding:
+) -> _Measured:
   parts_of: dict[tuple[np.dtype, float], list[jax.Array]] = {}
   for gradient, dtype in checks.with_computation_dtypes(check, scaled_grads):
     # The parts of a complex number overflow separately.
@@ -186,12 +105,10 @@ def _examine(
     own = parts[0].dtype
     parts_of.setdefault((own, bits.limit(own, dtype)), []).extend(parts)
 
-  flag, dropped = jnp.full((), False), jnp.full((), False)
+  flag = jnp.full((), False)
   if loss_scale is not None:
     flag |= ~arguments.is_usable_scale(loss_scale)
   amaxes = [jnp.full((), 0, jnp.float32)]
-  # The share of its limit that each amax reaches, where the limit is known.
-  # float32 gradients may have been computed in any dtype.
   limits: list[float] = []
   shares: list[jax.Array] = []
   for (own, limit), parts in parts_of.items():
@@ -203,56 +120,41 @@ def _examine(
     flag |= ~within
     if loss_scale is not None:
       flag |= ~jnp.isfinite(leaves.unscale(largest, loss_scale))
-    amaxes.append(to_float32(largest))
+    amaxes.append(reasons.to_float32(largest))
     if check.dtype is not None or own.itemsize < 4:
       limits.append(limit)
       shares.append(_share(amaxes[-1], limit))
+  return _Measured(flag, amaxes, shares, min(limits, default=None))
 
-  # Values that were measured elsewhere are compared with the smallest limit.
-  least = min(limits, default=None)
+
+def _add_reasons(
+  check: checks.Check, measured: _Measured, overflow: object, amax: object
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+  """Returns the flag with the caller's, what was dropped, and other amaxes."""
+  flag, dropped = measured.flag, jnp.full((), False)
   elsewhere: list[jax.Array] = []
-  for reason in _listed(overflow):
-    if isinstance(reason, WindowOverflow):
+  for reason in reasons.listed(overflow):
+    if isinstance(reason, reasons.WindowOverflow):
       flag |= jnp.any(reason.is_void)
       dropped |= jnp.any(reason.flags)
       elsewhere.append(reason.amax)
     else:
-      counted = reason.overflow if isinstance(reason, FloatStatus) else reason
-      flag |= _as_flag("overflow", counted)
-  for value in _magnitudes(amax):
+      if isinstance(reason, reasons.FloatStatus):
+        reason = reason.overflow
+      flag |= reasons.as_flag("overflow", reason)
+  for value in reasons.magnitudes(amax):
     flag |= ~jnp.isfinite(value)
     # No float32 value can reach a limit that float32 cannot hold.
-    if least is not None and least <= _LARGEST:
-      bound = np.float32(least)
+    if measured.least is not None and measured.least <= _LARGEST:
+      bound = np.float32(measured.least)
       flag |= value >= bound if check.saturating else value > bound
     elsewhere.append(value)
-  amaxes += elsewhere
-  if least is not None:
-    shares += [_share(x, least) for x in elsewhere]
-  found = bits.amax(amaxes)
-  if not shares:
-    # The dtype is unknown: report against float16, without enforcing it.
-    shares = [_share(found, _FLOAT16)]
-  used = bits.amax([*shares, jnp.full((), _SMALLEST, jnp.float32)])
-  used = jnp.where(jnp.isfinite(found), used, found)
-  return Finding(flag, found, dropped, used)
+  return flag, dropped, elsewhere
 
 
 def _share(amax: jax.Array, limit: float) -> jax.Array:
   # Every float32 value is a negligible share of a limit beyond float32.
   return amax * 0 if limit > _LARGEST else bits.divide(amax, limit)
-
-
-def to_float32(value: object) -> jax.Array:
-  """Returns numbers as float32[...], without turning finite ones into inf."""
-  is_jax = isinstance(value, jax.Array) or hasattr(value, "__jax_array__")
-  # Convert on the host first, since jnp warns about numbers beyond float32.
-  numpy = jnp if is_jax else np
-  array = numpy.asarray(value)
-  if array.dtype == np.float64:
-    clipped = numpy.clip(array, -_LARGEST, _LARGEST)
-    array = numpy.where(numpy.isfinite(array), clipped, array)
-  return jnp.asarray(array, jnp.float32)
 
 
 def agree(finding: Finding, names: tuple[Hashable, ...]) -> Finding:
@@ -283,8 +185,9 @@ def _over_devices(x: jax.Array, names: tuple[Hashable, ...]) -> jax.Array:
   return lax.pmax(x, names)
 
 
-# A proof can follow a maximum, but not values that are stacked.
-@named_calls.assumed(lambda xs, names: [_over_devices(x, names) for x in xs])
+@promises.promise(
+  "largest", assume=lambda xs, names: [_over_devices(x, names) for x in xs]
+)
 def _largest(
   values: list[jax.Array], names: tuple[Hashable, ...]
 ) -> list[jax.Array]:
@@ -309,70 +212,3 @@ def decide(finding: Finding, *, rule_skips: bool) -> Outcome:
     # The rule does not see a step that is skipped for another reason.
     unseen=requested & ~reported,
   )
-
-
-def requested(skip: object) -> jax.Array | None:
-  """Returns whether the caller asks to skip, or None if no flag was passed."""
-  if skip is False:
-    return None  # The program has no select that depends on it.
-  # A state would pass for a list of flags.
-  if hasattr(skip, "_fields") and not isinstance(skip, FloatStatus):
-    raise TypeError(
-      f"`skip` must be a flag or a list of flags, got a {type(skip).__name__}."
-    )
-
-  def is_set(skip: object) -> jax.Array:
-    flags = [_as_flag("skip", reason) for reason in _listed(skip)]
-    return functools.reduce(jnp.logical_or, flags, jnp.full((), False))
-
-  # A proof takes it that nobody asks, and that the flag does not depend on S.
-  return named_calls.named("skip", is_set, skip)
-
-
-def _listed(reasons: object) -> Sequence[object]:
-  is_one = isinstance(reasons, FloatStatus)
-  return (
-    [reasons] if is_one or not isinstance(reasons, (list, tuple)) else reasons
-  )
-
-
-def _as_flag(name: str, reason: object) -> jax.Array:
-  """Returns whether a caller's flag, of any type and shape, is set."""
-  if isinstance(reason, (WindowOverflow, FloatStatus)):
-    raise TypeError(
-      f"`{name}` must be a reason that S has nothing to do with, got a "
-      f"{type(reason).__name__}; pass it as overflow=."
-    )
-  if reason is not None and arguments.is_numeric(reason):
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
-      # Convert on the host: JAX would keep the low 32 bits, which may be 0.
-      if isinstance(reason, (int, np.ndarray, np.generic)):
-        reason = np.asarray(reason).astype(bool)
-      # NaN is not 0, so a flag of NaN is set.
-      return jnp.any(jnp.asarray(reason).astype(bool))
-  raise TypeError(
-    f"`{name}` must be a bool, a number or an array, or a list of these, got "
-    f"{shown(reason)}."
-  )
-
-
-def _magnitudes(amax: object) -> list[jax.Array]:
-  """Returns a list with the largest value in the caller's `amax`, if any."""
-  if amax is None:
-    return []
-  values = []
-  for value in jax.tree.leaves(amax, is_leaf=leaves.is_none):
-    value = arguments.as_finite("amax", value)
-    found = None
-    # A flag is not a number; nor is an object whose dtype is bool.
-    is_flag = np.issubdtype(getattr(value, "dtype", type(value)), np.bool_)
-    if not (value is None or is_flag) and arguments.is_numeric(value):
-      with contextlib.suppress(TypeError, ValueError):
-        found = to_float32(value)
-    if found is None:
-      raise TypeError(
-        "`amax` must be a number, an array, or a tree of these, such as the "
-        f"gradient of what an amax_tap was given, got {shown(value)}."
-      )
-    values.append(found.reshape(-1))
-  return [bits.amax(values)] if values else []

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Mapping
+import functools
 from typing import Any
 
 from chex import ArrayTree
@@ -12,8 +13,8 @@ import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
-from optax_lossscale._base import named_calls
 from optax_lossscale._base import other_systems
+from optax_lossscale._base import promises
 from optax_lossscale._base import siblings
 from optax_lossscale._base import trees
 from optax_lossscale._rules import base
@@ -22,6 +23,7 @@ from optax_lossscale._step import checks
 from optax_lossscale._step import devices
 from optax_lossscale._step import findings
 from optax_lossscale._step import provenance
+from optax_lossscale._step import reasons
 from optax_lossscale._step import requirements
 from optax_lossscale._step import skipping
 from optax_lossscale._step import states
@@ -143,10 +145,6 @@ def loss_scaling(
     requirements.check_masters(kept, inner_state)
     return states.first_state(rule.init(), inner_state)
 
-  if rule is None:
-    switched_off = _switched_off(inner, axes, averaged, is_told=is_told)
-    return optax.GradientTransformationExtraArgs(init, switched_off)
-
   def update(
     updates: optax.Updates,
     state: Any,
@@ -159,8 +157,13 @@ def loss_scaling(
   ) -> tuple[optax.Updates, states.LossScalingState]:
     requirements.check_state(state, rule)
     requirements.check_call(inner, updates, params, extra_args)
-    # A proof takes it that these do not depend on S.
-    extra_args = named_calls.noted("arguments", extra_args)
+    if rule is None:
+      bare: Callable[..., Any] = inner.update
+      bare = functools.partial(bare, **extra_args)
+      return _update_unscaled(
+        bare, updates, state, params, skip, axes, averaged, is_told
+      )
+    extra_args = promises.noted("arguments", extra_args)
     loss_scale = states.get_loss_scale(state)
 
     incoming = leaves.as_arrays(updates)
@@ -172,7 +175,8 @@ def loss_scaling(
     finding = findings.examine(
       check, scaled_grads, overflow, amax, loss_scale=loss_scale
     )
-    finding = finding._replace(skip=findings.requested(skip))
+    if skip is not False:  # Else the program has no select for it.
+      finding = finding._replace(skip=reasons.requested(skip))
     if axes:
       devices.check_mapped("average_scaled", averaged)
       devices.check_mapped("axis_name", axes)
@@ -212,22 +216,8 @@ def loss_scaling(
     others = skipping.other_leaves(
       outcome.skipped if may_skip else None, is_gradient, params, incoming
     )
-    return leaves.merge(is_gradient, inner_updates, others), (
-      states.LossScalingState(
-        loss_scale_state=rule_state,
-        inner_state=inner_state,
-        last_step=states.LastStep(
-          overflow=outcome.reported,
-          nan=jnp.isnan(finding.amax),
-          skipped=outcome.skipped,
-          stalled=stalled,
-          amax=finding.amax,
-          range_used=finding.range_used,
-        ),
-        counts=states.counts_after(
-          state.counts, outcome.skipped, outcome.by_request
-        ),
-      )
+    return leaves.merge(is_gradient, inner_updates, others), states.after(
+      state, rule_state, inner_state, finding, outcome, stalled
     )
 
   return optax.GradientTransformationExtraArgs(init, update)
@@ -268,73 +258,58 @@ def _update_inner(
   return updates, new_state
 
 
-def _switched_off(
-  inner: optax.GradientTransformationExtraArgs,
+def _update_unscaled(
+  update_inner: Callable[..., tuple[optax.Updates, optax.OptState]],
+  updates: optax.Updates,
+  state: states.LossScalingState,
+  params: optax.Params | None,
+  skip: object,
   axes: tuple[Hashable, ...],
   averaged: tuple[Hashable, ...],
-  *,
   is_told: bool,
-) -> Callable[..., tuple[optax.Updates, states.LossScalingState]]:
-  """Returns the `update` without a rule, which counts steps and checks none."""
+) -> tuple[optax.Updates, states.LossScalingState]:
+  """Updates without a rule: counts the steps, and checks none."""
+  is_gradient = leaves.are_gradients(updates)
+  gradients = leaves.leave_out(is_gradient, updates)
+  inner_params = leaves.leave_out(is_gradient, params)
+  # S is 1, so unscaling twice or leaving out `overflow` is harmless.
+  one = loss_scales.FixedLossScale(1.0)
+  provenance.check_update(gradients, one.scale, one, overflow=None)
+  if averaged:
+    devices.check_mapped("average_scaled", averaged)
+    # Pass True, as after an overflow, so that NaN stays NaN.
+    gradients = devices.average_scaled(gradients, averaged, jnp.array(True))
 
-  def update(
-    updates: optax.Updates,
-    state: Any,
-    params: optax.Params | None = None,
-    *,
-    overflow: object = False,
-    amax: object = None,
-    skip: object = False,
-    **extra_args: object,
-  ) -> tuple[optax.Updates, states.LossScalingState]:
-    del overflow, amax
-    requirements.check_state(state, None)
-    requirements.check_call(inner, updates, params, extra_args)
-    is_gradient = leaves.are_gradients(updates)
-    gradients = leaves.leave_out(is_gradient, updates)
-    inner_params = leaves.leave_out(is_gradient, params)
-    # S is 1, so unscaling twice or leaving out `overflow` is harmless.
-    one = loss_scales.FixedLossScale(1.0)
-    provenance.check_update(gradients, one.scale, one, overflow=None)
-    if averaged:
-      devices.check_mapped("average_scaled", averaged)
-      # Pass True, as after an overflow, so that NaN stays NaN.
-      gradients = devices.average_scaled(gradients, averaged, jnp.array(True))
-    skipped = findings.requested(skip)
-
-    def update_inner() -> tuple[optax.Updates, optax.OptState]:
-      new_updates, inner_state = inner.update(
-        gradients, state.inner_state, inner_params, **extra_args
-      )
-      if skipped is not None:
-        trees.check_kept("inner", inner_state, state.inner_state)
-      return new_updates, inner_state
-
-    if skipped is None:
-      new_updates, inner_state = update_inner()
-    else:
-      if axes:
-        devices.check_mapped("axis_name", axes)
-        skipped = findings.agree_on_skip(skipped, axes)
-      known = devices.check_agreed(
-        [skipped], state.applied_steps, axes, is_told=is_told
-      )
-      (skipped,) = siblings.shared(skipped)
-      new_updates, inner_state = skipping.update_unless(
-        skipped, update_inner, state.inner_state, known
-      )
-    others = skipping.other_leaves(skipped, is_gradient, params, updates)
-    return leaves.merge(is_gradient, new_updates, others), state._replace(
-      inner_state=inner_state,
-      last_step=state.last_step._replace(
-        skipped=jnp.zeros_like(state.skipped) if skipped is None else skipped
-      ),
-      counts=states.counts_after(state.counts, skipped, by_request=skipped),
+  def update() -> tuple[optax.Updates, optax.OptState]:
+    new_updates, inner_state = update_inner(
+      gradients, state.inner_state, inner_params
     )
+    if skip is not False:
+      trees.check_kept("inner", inner_state, state.inner_state)
+    return new_updates, inner_state
 
-  return update
+  skipped = None
+  if skip is False:
+    new_updates, inner_state = update()
+  else:
+    skipped = reasons.requested(skip)
+    if axes:
+      devices.check_mapped("axis_name", axes)
+      skipped = findings.agree_on_skip(skipped, axes)
+    known = devices.check_agreed(
+      [skipped], state.counts.applied_steps, axes, is_told=is_told
+    )
+    (skipped,) = siblings.shared(skipped)
+    new_updates, inner_state = skipping.update_unless(
+      skipped, update, state.inner_state, known
+    )
+  others = skipping.other_leaves(skipped, is_gradient, params, updates)
+  return leaves.merge(is_gradient, new_updates, others), states.after_unscaled(
+    state, inner_state, skipped
+  )
 
 
+@promises.promise("move", static=("rule",))
 def move(
   rule: base.LossScale,
   state: Any,
@@ -344,25 +319,8 @@ def move(
 ) -> tuple[Any, jax.Array]:
   """Returns the rule's next state, and whether S is stalled.
 
-  If `unseen` is True, the rule keeps its state, and nothing is stalled. A proof
-  takes it that the next S is another, and right.
+  If `unseen` is True, the rule keeps its state, and nothing is stalled.
   """
-
-  def moved(*operands: Any) -> tuple[Any, jax.Array]:
-    return _move(rule, *operands)
-
-  return named_calls.named(
-    "move", moved, state, overflow, amax, unseen, rule=rule
-  )
-
-
-def _move(
-  rule: base.LossScale,
-  state: Any,
-  overflow: jax.Array,
-  amax: jax.Array,
-  unseen: jax.Array | None,
-) -> tuple[Any, jax.Array]:
   moved = rule.update(state, overflow, amax=amax)
   trees.check_kept("rule", moved, state)
   # S is float32, but a rule may compute it in another dtype.

@@ -16,7 +16,7 @@ from optax_lossscale._base import leaves
 from optax_lossscale._base import wiring
 from optax_lossscale._rules import base
 from optax_lossscale._rules import loss_scales
-from optax_lossscale._step import findings
+from optax_lossscale._step import reasons
 
 # Maps an array's id to a kind and S. Gradients are "scaled" by S, "dropping"
 # (if micro-batches may be left out) or "unscaled". The scale after S is "next",
@@ -106,8 +106,8 @@ def check_unscale(scaled_grads: object, loss_scale: jax.Array) -> None:
 
 def _has_window(overflow: object) -> bool:
   """Returns whether `overflow=` holds that of a window, or is not used."""
-  reasons = overflow if isinstance(overflow, (list, tuple)) else [overflow]
-  return any(isinstance(x, findings.WindowOverflow | None) for x in reasons)
+  passed = reasons.listed(overflow)
+  return any(isinstance(x, reasons.WindowOverflow | None) for x in passed)
 
 
 def _origin(tree: object) -> tuple[str, SupportsFloat | None]:

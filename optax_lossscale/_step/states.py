@@ -17,10 +17,11 @@ import optax
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
-from optax_lossscale._base import named_calls
+from optax_lossscale._base import promises
 from optax_lossscale._base import trees
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._rules import loss_scales
+from optax_lossscale._step import findings
 
 _State = TypeVar("_State")
 _Kind = TypeVar("_Kind", bound=type)
@@ -223,10 +224,49 @@ def first_state(
   )
 
 
-def counts_after(
+def after(
+  state: LossScalingState,
+  rule_state: ArrayTree,
+  inner_state: optax.OptState,
+  finding: findings.Finding,
+  outcome: findings.Outcome,
+  stalled: jax.Array,
+) -> LossScalingState:
+  """Returns the state after a step, given what was found and decided."""
+  return LossScalingState(
+    loss_scale_state=rule_state,
+    inner_state=inner_state,
+    last_step=LastStep(
+      overflow=outcome.reported,
+      nan=jnp.isnan(finding.amax),
+      skipped=outcome.skipped,
+      stalled=stalled,
+      amax=finding.amax,
+      range_used=finding.range_used,
+    ),
+    counts=_counts_after(state.counts, outcome.skipped, outcome.by_request),
+  )
+
+
+def after_unscaled(
+  state: LossScalingState,
+  inner_state: optax.OptState,
+  skipped: jax.Array | None,
+) -> LossScalingState:
+  """Returns the state after a step without a rule, which None cannot skip."""
+  last = state.last_step
+  is_skipped = jnp.zeros_like(last.skipped) if skipped is None else skipped
+  return state._replace(
+    inner_state=inner_state,
+    last_step=last._replace(skipped=is_skipped),
+    counts=_counts_after(state.counts, skipped, by_request=skipped),
+  )
+
+
+def _counts_after(
   counts: StepCounts,
   skipped: jax.Array | None,
-  by_request: jax.Array | None = None,
+  by_request: jax.Array | None,
 ) -> StepCounts:
   """Returns the counts after a step, which None says cannot be skipped."""
   if skipped is None:
@@ -247,8 +287,7 @@ def counts_after(
   )
 
 
-# A proof takes it that no count reaches its largest number.
-@named_calls.assumed(lambda x, count: jnp.where(x, count + 1, count))
+@promises.promise("count", assume=lambda x, n: jnp.where(x, n + 1, n))
 def _count_if(condition: jax.Array, count: jax.Array) -> jax.Array:
   return jnp.where(condition, optax.safe_increment(count), count)
 
@@ -342,13 +381,6 @@ def find_state(opt_state: object, path: str | None = None) -> LossScalingState:
   )
 
 
-def find_run(opt_state: object, path: str | None = None) -> LossScalingState:
-  """Returns the only state, or raises, also if it is a stack of states."""
-  state = find_state(opt_state, path)
-  refuse_stack("opt_state", state.skipped_steps)
-  return state
-
-
 def refuse_stack(name: str, scalar: object) -> None:
   """Raises if a scalar of a state has a shape, as in a stack of states."""
   if shape := getattr(scalar, "shape", ()):
@@ -426,7 +458,8 @@ def state_in_use(
   opt_state: object, path: str | None = None
 ) -> LossScalingState:
   """Returns the one state, or raises if a compiled function would freeze it."""
-  state = find_run(opt_state, path)
+  state = find_state(opt_state, path)
+  refuse_stack("opt_state", state.skipped_steps)
   if not jax.tree.leaves(state.loss_scale_state):
     return state  # S is constant.
   loss_scale = state.loss_scale_state.loss_scale

@@ -13,7 +13,7 @@ import optax
 from optax_lossscale._base import arguments
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._step import devices
-from optax_lossscale._step import findings
+from optax_lossscale._step import reasons
 from optax_lossscale._step import skipping
 from optax_lossscale._step import states
 
@@ -198,7 +198,7 @@ class SpikeGuard:
     is_above = value > threshold
     begins_anew = is_above & (state.consecutive_spikes >= self.patience)
     is_spike = is_above & ~begins_anew
-    last = states.find_run(opt_state, path)
+    last = states.find_state(opt_state, path)
     is_other = last.skipped & ~is_spike  # Skipped for another reason.
     is_unseen = ~jnp.isfinite(value) | last.overflow | is_other
     enters = ~is_spike | (self.on_spike != "drop")
@@ -256,7 +256,7 @@ class SpikeGuard:
   def _read(self, state: SpikeGuardState, value: ArrayLike) -> jax.Array:
     """Returns a checked value as float32[]."""
     self._check_state(state)
-    found = findings.to_float32(arguments.as_real_scalar("value", value))
+    found = reasons.to_float32(arguments.as_real_scalar("value", value))
     if missing := devices.axes_beyond(found, state.accepted):
       axes = devices.listed(missing)
       raise ValueError(

@@ -11,7 +11,7 @@ whole function, `status_tap` and `amax_tap` measure the cotangents at a point of
 a model. `emulate_saturation` computes a function as hardware that clips does.
 """
 
-from optax_lossscale._step.findings import FloatStatus
+from optax_lossscale._step.reasons import FloatStatus
 from optax_lossscale.hardware._emulate_saturation import emulate_saturation
 from optax_lossscale.hardware._float_status import float_status
 from optax_lossscale.hardware._probe import Arithmetic

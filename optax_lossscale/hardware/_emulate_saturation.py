@@ -19,7 +19,7 @@ import numpy as np
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
-from optax_lossscale._base import named_calls
+from optax_lossscale._base import promises
 from optax_lossscale._base import switches
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
@@ -213,8 +213,7 @@ class _Clamping(throughout.CountingRule):
         ], ()
 
 
-# A proof is about steps in which nothing saturates.
-@named_calls.assumed(lambda x: x)
+@promises.promise("unsaturated", assume=lambda x: x)
 def _saturate(x: jax.Array) -> jax.Array:
   """Returns `x` with inf replaced by the largest finite value, and NaN by 0."""
   # A compiler that computes in a wider dtype has to round to this one before it
@@ -237,7 +236,7 @@ def _saturate(x: jax.Array) -> jax.Array:
   return lax.bitcast_convert_type(pattern, x.dtype)
 
 
-@named_calls.assumed(lambda x, dtype: x)
+@promises.promise("unsaturated", assume=lambda x, dtype: x)
 def _clip(x: Array, dtype: np.dtype) -> jax.Array:
   largest = float(jnp.finfo(dtype).max)
   return jnp.where(jnp.isnan(x), 0, jnp.clip(x, -largest, largest))

@@ -19,20 +19,20 @@ from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import throughout
 from optax_lossscale._jaxpr.interpreter import Array
 from optax_lossscale._step import checks
-from optax_lossscale._step import findings
+from optax_lossscale._step import reasons
 from optax_lossscale.hardware import operation_overflow
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 # The outputs of a function, and what was counted in it.
-_Result = tuple[Sequence[Array], findings.FloatStatus]
+_Result = tuple[Sequence[Array], reasons.FloatStatus]
 
 
 def float_status(
   fun: Callable[_P, _R],
   *,
   check: checks.Check = checks.nonfinite(jnp.float16),
-) -> Callable[_P, tuple[_R, findings.FloatStatus]]:
+) -> Callable[_P, tuple[_R, reasons.FloatStatus]]:
   """Wraps `fun` so that it also returns how many operations overflowed.
 
   Like the status register of an accelerator, it catches overflows that do not
@@ -91,7 +91,7 @@ def float_status(
   @functools.wraps(fun)
   def float_status_fun(
     *args: _P.args, **kwargs: _P.kwargs
-  ) -> tuple[_R, findings.FloatStatus]:
+  ) -> tuple[_R, reasons.FloatStatus]:
     recording = interpreter.record(fun, args, kwargs)
     run = _differentiable(recording.without_values(), check)
     outputs, status = run(*recording.operands)
@@ -109,7 +109,7 @@ def _differentiable(
   def run(*operands: jax.Array) -> _Result:
     consts, arguments = recording.consts_and_arguments(operands)
     nothing = jnp.zeros((), jnp.int32)
-    rule = _Counting(check, findings.FloatStatus(nothing, nothing))
+    rule = _Counting(check, reasons.FloatStatus(nothing, nothing))
     return throughout.evaluate(recording.jaxpr, arguments, rule, consts)
 
   @run.defjvp
@@ -120,7 +120,7 @@ def _differentiable(
     # does not count operations that only the derivative needs.
     _, of_outputs = jax.jvp(recording.evaluate, primals, tangents)
     of_count: Any = np.zeros((), jax.dtypes.float0)
-    of_status = findings.FloatStatus(of_count, of_count)
+    of_status = reasons.FloatStatus(of_count, of_count)
     return run(*primals), (of_outputs, of_status)
 
   return run
@@ -131,7 +131,7 @@ class _Counting(throughout.Sum):
   """Evaluates operations unchanged; counts overflowed and undefined ones."""
 
   check: checks.Check
-  zero: findings.FloatStatus
+  zero: reasons.FloatStatus
 
   def apply(
     self,
@@ -146,7 +146,7 @@ class _Counting(throughout.Sum):
     if not found:
       return outputs, self.zero
     with interpreter.context(equation):
-      return outputs, findings.FloatStatus(
+      return outputs, reasons.FloatStatus(
         _count_operation(found, operation_overflow.OVERFLOW),
         _count_operation(found, operation_overflow.UNDEFINED),
       )

@@ -14,6 +14,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale._step import findings
+from optax_lossscale._step import reasons
 from tests import support
 from tests.support import SMALLEST
 
@@ -426,7 +427,7 @@ REFUSED = {
 def test_anything_but_numbers_is_refused_from_elsewhere(name, value):
   with pytest.raises(TypeError, match=f"`{name}` must be a (bool, a )?number"):
     if name == "skip":
-      findings.requested(value)
+      reasons.requested(value)
     else:
       findings.examine(nonfinite(), jnp.ones(2), **{name: value})
 
@@ -436,10 +437,10 @@ def test_reasons_of_loss_scaling_are_no_reasons_to_skip():
   window = ols.WindowOverflow(flags, amax, drop=True)
   for reason in (window, ols.hardware.FloatStatus(1, 0), [window]):
     with pytest.raises(TypeError, match="`skip` .*pass it as overflow="):
-      findings.requested(reason)
+      reasons.requested(reason)
   # A NamedTuple would pass for a list of flags.
   with pytest.raises(TypeError, match="list of flags, got a StubState"):
-    findings.requested(support.Stub().init())
+    reasons.requested(support.Stub().init())
 
 
 @pytest.mark.parametrize(

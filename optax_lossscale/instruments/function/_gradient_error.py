@@ -299,7 +299,9 @@ class Gradient:
     def gradient(
       loss_scale: jax.Array, *args: object, **kwargs: object
     ) -> dict[str, jax.Array]:
-      differentiated = backward.at_scale(loss_scale, fun, 0, has_aux, allow_int)
+      differentiated = backward.ScaledValueAndGrad(
+        fun, loss_scale, 0, has_aux, allow_int
+      ).at(loss_scale)
       _, scaled_grads = differentiated(*args, **kwargs)
       return shared.named(leaves.unscale(scaled_grads, loss_scale))
 

@@ -3,7 +3,7 @@
 The step's jaxpr is interpreted with abstract values: how a value grows with S,
 which argument it is, bit for bit, and whether it is a known number. That the
 step of some state overflows, or does not, is a hypothesis. The library's own
-decisions are the named calls of `_base/named_calls.py`.
+decisions are the promised calls of `_base/promises.py`.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._base import leaves
-from optax_lossscale._base import named_calls
+from optax_lossscale._base import promises
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
@@ -78,12 +78,21 @@ _ZERO_WITH = _names("abs reduce_max reduce_sum sqrt square")
 
 
 class Event(NamedTuple):
-  """A named call that was reached, with the values that it was given."""
+  """A promised call that was reached, with the values that it was given."""
 
   kind: str
-  call: named_calls.NamedCall
+  call: promises.Promised
   values: Values
   place: Place
+
+  @property
+  def is_gate(self) -> bool:
+    """Whether `update` examines here; `accumulate` does so in no order."""
+    return (
+      self.kind == "examine"
+      and self.call.static["in_order"]
+      and self.call.inputs["loss_scale"] is not None
+    )
 
   def of(self, tree: object) -> list[tuple[str, Value]]:
     """Returns the names and values of a tree of positions."""
@@ -92,7 +101,7 @@ class Event(NamedTuple):
     return [
       (names[path], self.values[x])
       for path, x in found
-      if isinstance(x, named_calls.Position)
+      if isinstance(x, promises.Position)
     ]
 
 
@@ -105,7 +114,7 @@ class Interpreter:
 
   def __init__(
     self,
-    named: Sequence[named_calls.NamedCall],
+    named: Sequence[promises.Promised],
     overflowing: frozenset[leaves.Path | Place] = frozenset(),
   ) -> None:
     self._named = named
@@ -124,7 +133,7 @@ class Interpreter:
   # ---- Equations.
 
   def _equation(self, equation: core.JaxprEqn, inputs: Values) -> Values:
-    number = named_calls.number_of(equation)
+    number = promises.number_of(equation)
     if number is not None:
       outputs = self._named_call(number, equation, inputs)
       if outputs is not None:
@@ -414,7 +423,7 @@ class Interpreter:
       return [_number(False)]
     if call.kind == "schedule":
       # The count that it was given before leaves its state as it is.
-      steps, old, new = call.inputs
+      steps, old, new = (call.inputs[x] for x in ("step", "old", "new"))
       given = inputs[steps].identity if isinstance(steps, int) else None
       is_same = given is not None and given == Identity(given.argument)
       return [inputs[x] for x in jax.tree.leaves(old if is_same else new)]
@@ -741,7 +750,7 @@ def _examined(
   equation: core.JaxprEqn,
   overflowing: frozenset[leaves.Path | Place],
 ) -> list[Value]:
-  place, (loss_scale, *_) = event.place, event.call.inputs
+  place, loss_scale = event.place, event.call.inputs["loss_scale"]
   finding = event.call.outputs
   scale = None if loss_scale is None else event.values[loss_scale]
   path = scale.scale.path if scale and scale.scale else None
@@ -760,7 +769,7 @@ def _examined(
 
 def _moved(event: Event, made: Value, equation: core.JaxprEqn) -> list[Value]:
   place, (new, stalled) = event.place, event.call.outputs
-  before = event.values[position_of_scale(event.call.inputs[0])]
+  before = event.values[position_of_scale(event.call.inputs["state"])]
   hidden = Unknown("the rule's state depends on S", False, place)
   outputs = [made.but(degree=hidden)] * len(equation.outvars)
   outputs[stalled] = made
@@ -784,9 +793,9 @@ def position_of_scale(rule_state: object) -> int:
   return int(jax.tree.leaves(rule_state)[marked.index(-1)])
 
 
-def _updates(jaxpr: core.Jaxpr, named: Sequence[named_calls.NamedCall]) -> bool:
+def _updates(jaxpr: core.Jaxpr, named: Sequence[promises.Promised]) -> bool:
   """Returns whether `update` of loss_scaling runs in a jaxpr."""
-  numbers = map(named_calls.number_of, jaxpr.eqns)
+  numbers = map(promises.number_of, jaxpr.eqns)
   return any(x is not None and named[x].kind == "move" for x in numbers) or any(
     _updates(x.jaxpr, named) for y in jaxpr.eqns for x in calls.bodies(y)
   )

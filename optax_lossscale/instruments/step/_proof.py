@@ -16,13 +16,13 @@ from jax.extend import core
 import numpy as np
 
 from optax_lossscale._base import leaves
-from optax_lossscale._base import named_calls
+from optax_lossscale._base import promises
 from optax_lossscale._base.leaves import Path
-from optax_lossscale._base.named_calls import Position
+from optax_lossscale._base.promises import Position
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import source_lines
 from optax_lossscale._rules import loss_scales
-from optax_lossscale._step import findings
+from optax_lossscale._step import reasons
 from optax_lossscale._step import states
 from optax_lossscale.instruments import shared
 from optax_lossscale.instruments.step import _degrees
@@ -50,7 +50,7 @@ class Traced(NamedTuple):
   inputs: Mapping[str, object]
   outputs: object
   shapes: object
-  trace: named_calls.Trace
+  trace: promises.Trace
 
 
 class Proof(NamedTuple):
@@ -83,7 +83,7 @@ def trace(
     places[:] = [_positions(returned, _has_value)]
     return [x for x in jax.tree.leaves(returned) if _has_value(x)]
 
-  with named_calls.proving() as found:
+  with promises.proving() as found:
     jaxpr = interpreter.record(
       arrays_of, (dict(named),), {}, may_change=True
     ).jaxpr
@@ -347,7 +347,7 @@ def prove(
   step.ones = frozenset(
     path
     for x in step.run()[0]
-    if x.kind == "move" and _is_one(x.call.facts["rule"])
+    if x.kind == "move" and _is_one(x.call.static["rule"])
     if (path := _moved_path(x))
   )
   laws = _judge(step, {})
@@ -381,8 +381,10 @@ def _judge(step: _Step, flags: Mapping[int, bool]) -> list[Proved]:
   events, applied = step.run((), flags)
   gates: dict[Path | None, list[_interpret.Event]] = {}
   for x in events:
-    if x.kind == "examine" and x.call.facts["is_gate"]:
-      gates.setdefault(_path_of(x.values[x.call.inputs[0]]), []).append(x)
+    if x.is_gate:
+      gates.setdefault(
+        _path_of(x.values[x.call.inputs["loss_scale"]]), []
+      ).append(x)
   if not gates:
     text = "`update` of loss_scaling does not run."
     if any(call.kind == "examine" for call in step.traced.trace.calls):
@@ -407,7 +409,7 @@ def _split(case: _Case) -> Iterator[_Problem]:
   alone = {
     axis: x.place
     for x in case.of_kind("move")
-    for axis in x.values[x.call.inputs[1]].all_of("varies")
+    for axis in x.values[x.call.inputs["overflow"]].all_of("varies")
   }
   for path, _, after in case.step.pairs:
     name = case.step.names[path]
@@ -425,7 +427,7 @@ def _split(case: _Case) -> Iterator[_Problem]:
 
 def _moved_path(move: _interpret.Event) -> Path | None:
   """Returns the state that a call of a rule moves."""
-  position = _interpret.position_of_scale(move.call.inputs[0])
+  position = _interpret.position_of_scale(move.call.inputs["state"])
   return _path_of(move.values[position])
 
 
@@ -445,9 +447,10 @@ def _scale_law(
   names: list[str] = []
   problems: list[_Problem] = []
   for gate in gates:
-    loss_scale, gradients, overflow, _ = gate.call.inputs
+    given = gate.call.inputs
+    loss_scale, overflow = given["loss_scale"], given["overflow"]
     told = _told(overflow, [x for _, x in gate.of(overflow)])
-    for name, value in gate.of(gradients):
+    for name, value in gate.of(given["scaled_grads"]):
       names.append(name)
       if is_doubted:
         value = value.but(facts=value.facts - {Fact("taken", None)})
@@ -470,7 +473,7 @@ def _told(overflow: object, flags: Sequence[Value]) -> str:
   """
 
   def tells(x: object) -> bool:
-    return isinstance(x, findings.WindowOverflow)
+    return isinstance(x, reasons.WindowOverflow)
 
   if any(map(tells, jax.tree.leaves(overflow, is_leaf=tells))):
     return "dropped"
@@ -686,10 +689,9 @@ def _skip_law(case: _Case) -> Proved:
 def _undone_by_one(case: _Case) -> Iterator[_Problem]:
   """Yields what is undone by half if one of a state's updates is skipped."""
   places: dict[Path, list[_degrees.Place]] = {}
-  for x in case.of_kind("examine"):
-    if x.call.facts["is_gate"]:
-      path = _path_of(x.values[x.call.inputs[0]])
-      places.setdefault(path or (), []).append(x.place)
+  for x in filter(lambda x: x.is_gate, case.events):
+    path = _path_of(x.values[x.call.inputs["loss_scale"]])
+    places.setdefault(path or (), []).append(x.place)
   for path, updates in places.items():
     for place in updates if len(updates) > 1 else ():
       _, alone = case.step.run({place}, case.flags)

@@ -1,5 +1,6 @@
 """The proof of a step is sound: what it says of values is true of numbers."""
 
+import ast
 import pathlib
 import re
 import threading
@@ -13,7 +14,7 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale._autocast import _products
 from optax_lossscale._base import leaves
-from optax_lossscale._base import named_calls
+from optax_lossscale._base import promises
 from optax_lossscale._base import siblings
 from optax_lossscale._step import backward
 from optax_lossscale._step import findings
@@ -22,6 +23,7 @@ from optax_lossscale._step import states
 from optax_lossscale.hardware import _emulate_saturation
 from optax_lossscale.instruments.step import _interpret
 from optax_lossscale.instruments.step import _values
+from tests import documents
 from tests import support
 from tests.autocast.programs import kernel
 from tests.instruments.step.programs import BETWEEN_DEVICES
@@ -193,11 +195,11 @@ def test_a_trace_is_the_same_before_during_and_after_a_proof(is_warm):
   function = jax.jit(make_step())
   if is_warm:
     jax.block_until_ready(function(*args))
-  with named_calls.proving():
-    assert "named_call" in text(function, args)
+  with promises.proving():
+    assert "_promised_" in text(function, args)
     assert in_thread(lambda: text(function, args)) == plain
-    assert "named_call" in text(function, args)
-  assert "named_call" not in plain
+    assert "_promised_" in text(function, args)
+  assert "_promised_" not in plain
   assert text(function, args) == plain
 
 
@@ -256,23 +258,47 @@ ASSUMED = {
 def test_what_a_proof_reads_in_place_of_a_function_does_the_same(name):
   for function, *args in ASSUMED[name]:
     real = function(*args)
-    with named_calls.proving() as trace:
+    with promises.proving() as trace:
       assumed = function(*args)
     assert name in trace.trusted
     jax.tree.map(np.testing.assert_array_equal, real, assumed)
 
 
-def test_all_that_a_proof_assumes_is_tested_here():
+def promised():
+  """Yields the kind of each promise in the source, and its function."""
   folder = pathlib.Path(ols.__file__).parent
-  found = []
   for path in folder.rglob("*.py"):
-    source = path.read_text()
-    functions = r"@named_calls\.assumed\([^\n]*\)\ndef (\w+)"
-    found += [f"{path.stem}.{x}" for x in re.findall(functions, source)]
-    found += re.findall(r'named_calls\.\w+\(\s*"(\w+)"', source)
-  named = ["arguments", "dropped", "examine", "loss", "move", "schedule"]
-  named += ["skip"]
-  assert sorted(found) == sorted([*ASSUMED, *named])
+    for node in ast.walk(ast.parse(path.read_text())):
+      for x in getattr(node, "decorator_list", ()):
+        if ast.unparse(getattr(x, "func", x)) == "promises.promise":
+          is_read = any(y.arg == "assume" for y in x.keywords)
+          yield x.args[0].value, f"{path.stem}.{node.name}", is_read
+      if (
+        isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "promises.noted"
+      ):
+        yield node.args[0].value, path.stem, False
+
+
+def test_all_that_a_proof_reads_instead_is_tested_here():
+  assert {name for _, name, is_read in promised() if is_read} == {*ASSUMED}
+
+
+def test_the_page_lists_every_promise_and_no_other():
+  table = documents.section(documents.read("docs/architecture.md"), "Promises")
+  rows = re.findall(r"^\| `(\w+)` \| `([\w.]+)` \|", table, re.MULTILINE)
+  assert sorted(rows) == sorted((kind, name) for kind, name, _ in promised())
+
+
+def test_only_the_module_of_promises_and_the_instruments_speak_of_proofs():
+  folder = pathlib.Path(ols.__file__).parent
+  wrong = [
+    str(path)
+    for path in folder.rglob("*.py")
+    if "instruments" not in path.parts and path.stem != "promises"
+    if re.search(r"\bproofs?\b", path.read_text(), re.IGNORECASE)
+  ]
+  assert not wrong
 
 
 def test_a_schedule_that_is_told_the_same_count_stays():
