@@ -14,7 +14,9 @@ import numpy as np
 from optax_lossscale._autocast import _products
 from optax_lossscale._autocast import _value
 from optax_lossscale._autocast import levels
-from optax_lossscale._base import bits
+from optax_lossscale._base.formats import FLOAT32
+from optax_lossscale._base.formats import largest
+from optax_lossscale._base.formats import part_dtype
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._jaxpr import scopes
@@ -34,7 +36,6 @@ _KEEP_SPAN = (
   | levels.SUMS
   | {"abs", "add", "add_any", "mul", "neg", "sqrt", "sub"}
 )
-_FLOAT32 = levels.FLOAT32
 
 # The results of these operations depend on the bits of the dtype.
 _OF_BITS = frozenset(["bitcast_convert_type", "nextafter", "reduce_precision"])
@@ -82,9 +83,9 @@ def _is_among(equation: core.JaxprEqn, dtypes: frozenset[np.dtype]) -> bool:
   # A `jax.Ref` cannot change its dtype.
   if not all(isinstance(aval, jax.core.ShapedArray) for aval in avals):
     return False
-  floats = {aval.dtype for aval in avals if bits.part_dtype(aval)}
+  floats = {aval.dtype for aval in avals if part_dtype(aval)}
   if equation.params.get("update_jaxpr") is not None and not (
-    equation.primitive.name in levels.SUMS and floats == {_FLOAT32}
+    equation.primitive.name in levels.SUMS and floats == {FLOAT32}
   ):
     # The function that combines a scatter's values is recorded for one dtype.
     return False
@@ -100,7 +101,7 @@ def _run_as_written(equation: core.JaxprEqn, inputs: _Values) -> _Values:
     kind = _Kind.STATISTIC
   span = _find_span(equation, inputs)
   return [
-    x if x.written == _FLOAT32 else dataclasses.replace(x, span=None)
+    x if x.written == FLOAT32 else dataclasses.replace(x, span=None)
     for x in _bind(equation, arrays, kind, span)
   ]
 
@@ -109,7 +110,7 @@ def _convert(equation: core.JaxprEqn, inputs: _Values) -> _Values:
   """Evaluates a conversion that the program itself makes."""
   (x,) = inputs
   dtype = equation.params["new_dtype"]
-  if not x.is_float or bits.part_dtype(equation.outvars[0].aval) is None:
+  if not x.is_float or part_dtype(equation.outvars[0].aval) is None:
     # A mask follows the other inputs; positions and counts are statistics.
     is_mask = x.array.dtype == np.bool_
     kind = _Kind.GIVEN if is_mask else _Kind.STATISTIC
@@ -141,18 +142,18 @@ def _run_product(
   if decision.treatment is _Treatment.BLACK or any(
     x.exceeds(dtype) for x in floats
   ):
-    dtype = _FLOAT32
+    dtype = FLOAT32
   formats, why = decision.formats, ""
-  if formats and dtype == _FLOAT32:
+  if formats and dtype == FLOAT32:
     formats = None
-  if formats and levels.is_float8(formats.operands):
+  if formats and formats.in_float8:
     why = _products.reason_against_float8(equation, inputs)
   if formats and why:
     formats, why = formats.in_16_bits(dtype), f"{levels.NOT_FLOAT8}{why}"
   with scopes.note(why):
     emitted = parameters["preferred_element_type"]
     # Only a product written in low precision may keep a wider result.
-    is_wide = any(x.written != _FLOAT32 for x in floats)
+    is_wide = any(x.written != FLOAT32 for x in floats)
     if formats:
       kept = emitted if is_wide else None
       return _run_in_formats(equation, inputs, formats, kept or dtype)
@@ -190,7 +191,7 @@ def _run_sum(
   ):
     # A sum may not fit in low precision, even if the mean made from it does.
     kind = _Kind.STATISTIC
-  outputs = _run_in_dtype(equation, inputs, _FLOAT32, decision, kind)
+  outputs = _run_in_dtype(equation, inputs, FLOAT32, decision, kind)
   dtype = decision.dtype
   if treatment is _Treatment.GRAY:
     dtype = _find_widest(inputs, promotes=False)
@@ -266,7 +267,7 @@ def _run_in_dtype(
         _convert_input(x, dtype, equation) if x.is_float else x.array
         for x in inputs
       ]
-    span = _find_span(equation, inputs) if dtype == _FLOAT32 else None
+    span = _find_span(equation, inputs) if dtype == FLOAT32 else None
     return _bind(equation, arrays, kind, span)
 
 
@@ -276,7 +277,7 @@ def _convert_input(
   """Converts an input for an operation that runs in `dtype`."""
   if x.number is not None and x.exceeds(dtype):
     # Only a choice such as `select_n` clips its numbers; see `_choose`.
-    limit = float(jnp.finfo(dtype).max)
+    limit = largest(dtype)
     clipped = np.clip(np.float32(x.number), -limit, limit).astype(dtype)
     return lax.broadcast(clipped, x.array.shape) if x.array.ndim else clipped
   output: Any = equation.outvars[0].aval
@@ -312,7 +313,7 @@ def _choose(
   treatment = decision.treatment
   kinds = {x.kind for x in floats}
   if kinds == {_Kind.CONSTANT}:
-    return _FLOAT32, _Kind.CONSTANT
+    return FLOAT32, _Kind.CONSTANT
   if equation.primitive.name in operation_table.JOINS and all(
     x.kind.is_neutral for x in floats
   ):
@@ -321,7 +322,7 @@ def _choose(
   is_given = all(x.kind.stays_float32 for x in floats)
   name = operation_table.name_of(equation)
   if treatment is _Treatment.BLACK:
-    return _FLOAT32, _Kind.STATISTIC if is_given else _Kind.COMPUTED
+    return FLOAT32, _Kind.STATISTIC if is_given else _Kind.COMPUTED
   if decision.is_override:
     # A sum may not fit in the dtype, even if the mean made from it does.
     is_given &= _Kind.STATISTIC in kinds and name in ("div", "mul")
@@ -336,7 +337,7 @@ def _choose(
   if treatment is _Treatment.LOW_BUT_NORMS:
     kind = _find_kind_in_norm(name, floats)
   if kind is not _Kind.COMPUTED:
-    return _FLOAT32, kind
+    return FLOAT32, kind
   # In a choice such as `select_n`, numbers out of range are intentional and are
   # clipped. Any other operation runs in float32 if its numbers do not fit.
   is_choice = equation.primitive.name in operation_table.JOINS
@@ -345,7 +346,7 @@ def _choose(
     or (is_choice and x.number is not None and x.exceeds(decision.dtype))
     for x in floats
   )
-  return (decision.dtype if has_room else _FLOAT32), kind
+  return (decision.dtype if has_room else FLOAT32), kind
 
 
 def _find_span(equation: core.JaxprEqn, inputs: _Values) -> _value.Span:

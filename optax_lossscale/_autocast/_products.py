@@ -23,6 +23,9 @@ from optax_lossscale._autocast import _value
 from optax_lossscale._autocast import levels
 from optax_lossscale._base import bits
 from optax_lossscale._base import named_calls
+from optax_lossscale._base.formats import FLOAT32
+from optax_lossscale._base.formats import is_float8
+from optax_lossscale._base.formats import largest
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import scopes
 from optax_lossscale._jaxpr.interpreter import Array
@@ -69,8 +72,8 @@ def _make_product(
   Its results depend only on the latter, and its gradients are those of the
   factors, in their own dtypes. So one rounding serves all uses of a factor.
   """
-  in_float8 = levels.is_float8(formats.operands)
-  parameters = {**equation.params, "preferred_element_type": levels.FLOAT32}
+  in_float8 = formats.in_float8
+  parameters = {**equation.params, "preferred_element_type": FLOAT32}
   forward_precision = backward_precision = parameters["precision"]
   if in_float8:
     # XLA adds up float8 products in few bits on a GPU if both are DEFAULT. So
@@ -88,7 +91,7 @@ def _make_product(
     del factors
     arrays = [_read(x, formats.operands) for x in operands]
     result = _bind(wide, [*arrays, *others])
-    return _unscaled(result, operands, levels.FLOAT32)
+    return _unscaled(result, operands, FLOAT32)
 
   def forward(
     factors: Sequence[Array],
@@ -153,7 +156,7 @@ def _replay(
     if equation.primitive.name in levels.PRODUCTS:
       parameters = {
         **equation.params,
-        "preferred_element_type": levels.FLOAT32,
+        "preferred_element_type": FLOAT32,
         "precision": precision,
       }
       return [_bind(equation.replace(params=parameters), inputs)]
@@ -221,7 +224,7 @@ def _version(value: _value.Value, dtype: np.dtype) -> Operand:
       operand = _version(source, dtype)
       moved = _bind_here(move, [operand.array])
       return _named(operand._replace(array=moved))
-    if not levels.is_float8(dtype):
+    if not is_float8(dtype):
       return _operand(value.array, dtype)
     operand = _operand(lax.stop_gradient(value.array), dtype)
     # `jax.checkpoint` rounds floats that it keeps, and makes NaN of the largest
@@ -241,11 +244,11 @@ def _read(operand: Operand, dtype: np.dtype) -> Array:
 
 def _operand(x: Array, dtype: np.dtype) -> Operand:
   """Returns the numbers of an array in a format, float8 with a scale."""
-  if not levels.is_float8(dtype):
+  if not is_float8(dtype):
     return Operand(lax.convert_element_type(x, dtype), None)
   with scopes.note(_SCALING):
     x = _widened(jnp.asarray(x))
-    scale, unscale = _powers(x, float(jnp.finfo(dtype).max))
+    scale, unscale = _powers(x, largest(dtype))
     # The cast rounds no more, so no compiler can leave the rounding out. It
     # makes NaN of what is not finite, where the format has no inf.
     narrow = bits.rounded(x * scale, dtype).astype(dtype)
@@ -294,7 +297,7 @@ def _unscaled(
 
 
 def _widened(x: jax.Array) -> jax.Array:
-  return x.astype(levels.FLOAT32)
+  return x.astype(FLOAT32)
 
 
 def reason_against_float8(

@@ -13,7 +13,8 @@ from jax import lax
 from jax.extend import core
 import numpy as np
 
-from optax_lossscale._base import bits
+from optax_lossscale._base.formats import largest
+from optax_lossscale._base.formats import part_dtype
 from optax_lossscale._jaxpr.interpreter import Array
 
 
@@ -91,7 +92,7 @@ class Value:
   @property
   def is_float(self) -> bool:
     """True if the value has a real floating dtype."""
-    dtype = bits.part_dtype(self.array)
+    dtype = part_dtype(self.array)
     return dtype is not None and dtype == self.array.dtype
 
   def in_dtype(self, dtype: np.dtype) -> Array:
@@ -155,8 +156,7 @@ class Value:
 
   def exceeds(self, dtype: np.dtype) -> bool:
     """Returns whether one of the program's numbers would be inf in `dtype`."""
-    largest = float(jax.numpy.finfo(dtype).max)
-    return self.span is not None and self.span[1] > largest
+    return self.span is not None and self.span[1] > largest(dtype)
 
   def _make_version(self, dtype: np.dtype) -> Array:
     if isinstance(self.array, np.ndarray | np.generic):
@@ -181,7 +181,7 @@ def make_given(array: Array, aval: object) -> Value:
 def make_constant(literal: core.Literal) -> Value:
   """Returns a number in the program as a `Value`."""
   number, dtype = literal.val, getattr(literal.aval, "dtype", None)
-  if not bits.part_dtype(literal.aval):
+  if not part_dtype(literal.aval):
     return Value(number, dtype, Kind.CONSTANT)
   array = np.asarray(number, dtype)
   if array.ndim or np.iscomplexobj(array):

@@ -9,6 +9,7 @@ from typing import TypeVar
 from jax.extend import core
 
 from optax_lossscale._autocast import levels
+from optax_lossscale._base import formats
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._jaxpr import scopes
@@ -69,7 +70,7 @@ def _check_products(jaxpr: core.Jaxpr) -> None:
   for scope, equation, _ in scopes.operations(jaxpr):
     name = operation_table.name_of(equation)
     dtype = operation_table.dtype_of(equation)
-    if name in levels.PRODUCTS and operation_table.is_low(dtype):
+    if name in levels.PRODUCTS and formats.is_low(dtype):
       raise ValueError(
         "`loss_fn` must be in full precision, since training ends in full "
         f"precision, got {name!r} below float32"

@@ -9,9 +9,9 @@ import jax
 from jax.extend import core
 from jax.extend.core import primitives
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 import numpy as np
 
+from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
 
 
@@ -150,12 +150,7 @@ def dtype_of(equation: core.JaxprEqn) -> np.dtype | None:
 
   # The sum of numbers in low precision may have a wider dtype than they do.
   taken, given = widest(equation.invars), widest(equation.outvars)
-  return taken if given is not None and is_low(taken) else given
-
-
-def is_low(dtype: DTypeLike | None) -> bool:
-  """Returns whether a floating dtype is below float32; False for None."""
-  return dtype is not None and np.dtype(dtype).itemsize < 4
+  return taken if given is not None and formats.is_low(taken) else given
 
 
 def undefined(

@@ -12,6 +12,7 @@ import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
+from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
 from optax_lossscale._precision import narrow_parameters
 from optax_lossscale._precision import rounding
@@ -163,7 +164,7 @@ def master_weights(
   """
   inner = requirements.as_optimizer("inner", inner)
   dtype = arguments.check_dtype("dtype", dtype, example="jnp.float32")
-  if jnp.finfo(dtype).bits < 32:
+  if formats.is_low(dtype):
     raise ValueError(
       "`dtype` must be at least as wide as float32, since small updates are to "
       f"add up in it, got {dtype}; parameters keep the dtype that they have."
@@ -260,7 +261,7 @@ def _move_copy(
   # Around this wrapper, `loss_scaling` gets the way in float32 and does the
   # rest, so the rest is the same here.
   dtype = leaves.at_least_float32(param.dtype)
-  way = bits.within(master - wide, float(jnp.finfo(dtype).max), master, wide)
+  way = bits.within(master - wide, formats.largest(dtype), master, wide)
   way = jnp.where(
     skipped | (master == wide), jnp.asarray(-0.0, master.dtype), way
   )

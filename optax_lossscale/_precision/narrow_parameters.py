@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._base import bits
+from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees as _trees
 from optax_lossscale._step import states
@@ -103,7 +104,7 @@ def update(
   def read(kept: jax.Array, param: jax.Array) -> jax.Array:
     if not is_absent(kept):
       return store.read(kept, param)
-    if not scales and leaves.is_real(param) and param.dtype.itemsize < 4:
+    if not scales and leaves.is_real(param) and formats.is_low(param.dtype):
       raise ValueError(
         "`tx.init` must be given the parameters in the dtypes that `update` "
         f"gets, got one in {param.dtype} that was wider then."
@@ -123,7 +124,7 @@ def update(
       return _Moved(update, kept)
     target = jnp.asarray(optax.apply_updates(wide, update))
     # Finite numbers may have a sum beyond the largest float32.
-    largest = float(jnp.finfo(target.dtype).max)
+    largest = formats.largest(target.dtype)
     target = bits.within(target, largest, wide, update)
     # Select instead of adding -0.0, which may flush a subnormal master to 0.
     target = jnp.where(skipped, wide, target)

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 import numpy as np
 
 from optax_lossscale._base import bits
+from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
 
 _HALF = 1 << 15
@@ -186,7 +187,7 @@ def stochastic_update(
     dtype: the parameter's own, float16 or bfloat16.
     chance: float32 in [0, 1), like the target, evenly spread.
   """
-  largest = float(jnp.finfo(dtype).max)
+  largest = formats.largest(dtype)
   goal = bits.within(target, largest)
   low, high = neighbors(goal, dtype)
   # The sum is at most `low`, as each is rounded down that is not exact.

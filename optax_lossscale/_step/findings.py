@@ -18,6 +18,7 @@ import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
+from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
 from optax_lossscale._base import named_calls
 from optax_lossscale._base import siblings
@@ -184,7 +185,7 @@ def _examine(
     # The parts of a complex number overflow separately.
     parts = bits.parts(gradient)
     own = parts[0].dtype
-    parts_of.setdefault((own, bits.limit(own, dtype)), []).extend(parts)
+    parts_of.setdefault((own, formats.limit(own, dtype)), []).extend(parts)
 
   flag, dropped = jnp.full((), False), jnp.full((), False)
   if loss_scale is not None:
@@ -204,7 +205,7 @@ def _examine(
     if loss_scale is not None:
       flag |= ~jnp.isfinite(leaves.unscale(largest, loss_scale))
     amaxes.append(to_float32(largest))
-    if check.dtype is not None or own.itemsize < 4:
+    if check.dtype is not None or formats.is_low(own):
       limits.append(limit)
       shares.append(_share(amaxes[-1], limit))
 
