@@ -17,14 +17,13 @@ from optax_lossscale._base import leaves
 from optax_lossscale._precision import narrow_parameters
 from optax_lossscale._precision import rounding
 from optax_lossscale._step import requirements
-from optax_lossscale._step import states as _states
+from optax_lossscale._step import states
 
 _NAME = "master_weights"
 _REST = 'master_weights(..., store="remainder")'
 
 
-@_states.keeps_copies
-@narrow_parameters.owner
+@states.stores("copies")
 class MasterWeightsState(NamedTuple):
   """State of `master_weights`: the masters and the inner optimizer's state.
 
@@ -58,8 +57,7 @@ class MasterWeightsState(NamedTuple):
     return _wide(_COPY, self.master, params)
 
 
-@_states.sees_narrow
-@narrow_parameters.owner
+@states.stores("narrow")
 class RemainderState(NamedTuple):
   """State of `master_weights` with `store="remainder"`.
 

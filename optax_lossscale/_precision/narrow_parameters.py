@@ -8,7 +8,6 @@ from collections.abc import Callable
 from collections.abc import Mapping
 import functools
 from typing import NamedTuple
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -38,21 +37,9 @@ class Store(NamedTuple):
   ]
 
 
-# The states of what wraps an optimizer by `init` and `update` below.
-_OWNERS: set[type] = set()
-_Kind = TypeVar("_Kind", bound=type)
-
-
-def owner(kind: _Kind) -> _Kind:
-  """Marks the state of what stores parameters in its own way."""
-  _OWNERS.add(kind)
-  return kind
-
-
-def refuse_owners(inner_state: optax.OptState, name: str, remedy: str) -> None:
+def refuse_stores(inner_state: optax.OptState, name: str, remedy: str) -> None:
   """Raises if what `name` wraps stores parameters in a way of its own."""
-  is_owner = lambda x: type(x) in _OWNERS  # noqa: E731
-  if any(map(is_owner, jax.tree.leaves(inner_state, is_leaf=is_owner))):
+  if states.stores_in(inner_state):
     raise ValueError(
       f"`inner` of `{name}` must not contain `master_weights` or "
       f"`stochastic_rounding`, got one of them; {remedy}."
@@ -74,7 +61,7 @@ def init(
   inner_state = inner.init(kept)
   if kept is not wide and states.find_states(inner_state):
     inner_state = inner.init(wide)  # `loss_scaling` masks these itself.
-  refuse_owners(inner_state, name, "one way to store parameters is enough")
+  refuse_stores(inner_state, name, "one way to store parameters is enough")
   return kept, leaves.as_arrays(inner_state)
 
 
