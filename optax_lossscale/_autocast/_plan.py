@@ -101,11 +101,9 @@ def share_use(uses: Sequence[Use], *, has_product: bool = False) -> Use:
 
 
 def _decide(jaxpr: core.Jaxpr, recipe: levels.Recipe, scope: str) -> Plan:
-  """Returns a plan without uses, which has only the recipe's decisions.
-
-  The use of a loop's values depends on whether the loop contains a product. So
-  all products are found first, and then each body is planned once.
-  """
+  """Returns a plan without uses, which has only the recipe's decisions."""
+  # The use of a loop's values depends on whether the loop contains a product.
+  # So all products are found first, and then each body is planned once.
   steps = []
   # The variables that depend only on literals.
   constants: set[core.Var] = set()

@@ -1,6 +1,5 @@
 """A value in a mixed-precision program, and its copies in other dtypes."""
 
-from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
@@ -80,7 +79,8 @@ class Value:
   _versions: dict[np.dtype, Array] = dataclasses.field(
     default_factory=dict, init=False
   )
-  _operands: dict[np.dtype, Operand] = dataclasses.field(
+  # What products multiply instead, by the format.
+  operands: dict[np.dtype, Operand] = dataclasses.field(
     default_factory=dict, init=False
   )
 
@@ -103,14 +103,6 @@ class Value:
       self._versions[dtype] = self._make_version(dtype)
     return self._versions[dtype]
 
-  def operand(
-    self, dtype: np.dtype, make: Callable[["Value"], Operand]
-  ) -> Operand:
-    """Returns what a product multiplies, made only the first time."""
-    if dtype not in self._operands:
-      self._operands[dtype] = make(self)
-    return self._operands[dtype]
-
   def restore(self) -> Array:
     """Returns the array in its dtype in the original program."""
     return self.in_dtype(self.written) if self.is_float else self.array
@@ -126,29 +118,23 @@ class Value:
     return result
 
   def with_array(self, array: Array) -> "Value":
-    """Returns the value for a loop body or function that gets it as `array`.
-
-    A known number is the same everywhere. Any other value may arrive only in
-    part, as one slice of a scan's input or as one shard.
-    """
+    """Returns the value for a loop body or function that gets it as `array`."""
+    # A known number is the same everywhere. Any other value may arrive only in
+    # part, as one slice of a scan's input or as one shard.
     if self.number is not None and isinstance(self.array, np.ndarray):
       return self
     return Value(array, self.written, self.kind, self.number, self.span)
 
   @property
   def outline(self) -> "Value":
-    """The value with its array's type instead of the array, safe to keep.
-
-    JAX keeps a derivative rule as long as the compiled function. The rule must
-    not keep alive the tracers that existed when it was made.
-    """
+    """The value with its array's type instead of the array, safe to keep."""
+    # JAX keeps a derivative rule as long as the compiled function. The rule
+    # must not keep alive the tracers that existed when it was made.
     return self.with_array(jax.typeof(self.array))
 
   def fits(self, dtype: np.dtype) -> bool:
-    """Returns whether `dtype` has room for the program's numbers in the value.
-
-    The numbers must neither overflow nor underflow, but may be rounded.
-    """
+    """Returns whether `dtype` has room for the program's numbers."""
+    # They must neither overflow nor underflow, but may be rounded.
     if self.span is None:
       return True
     tiny = float(jax.numpy.finfo(dtype).tiny)

@@ -25,14 +25,12 @@ _R = TypeVar("_R")
 def in_full_precision(
   fun: Callable[_P, _R], *, keeps_products: bool
 ) -> Callable[_P, _R]:
-  """Wraps `fun` so that it raises if part of it runs in low precision.
+  """Wraps `fun` so that it raises if part of it runs in low precision."""
 
-  Calling `autocast` inside `fun` raises an error. Unless `keeps_products`, so
-  does a product below float32. Such a product shows that a layer or parameters
-  have a low dtype, or that jit traced a function under `autocast` earlier.
-  Other values in low precision, such as stored images, are allowed.
-  """
-
+  # Unless `keeps_products`, a product below float32 is such a part. It shows
+  # that a layer or parameters have a low dtype, or that jit traced a function
+  # under `autocast` earlier. Other values in low precision, such as stored
+  # images, are allowed.
   @functools.wraps(fun)
   def checked_fun(*args: _P.args, **kwargs: _P.kwargs) -> _R:
     recording = interpreter.record(without_autocast(fun), args, kwargs)

@@ -173,10 +173,8 @@ Overrides = tuple[tuple[str, np.dtype | None], ...]
 def find_override(
   overrides: Overrides, scope: str
 ) -> tuple[str, np.dtype | None] | None:
-  """Returns the override that counts in a scope: the longest that matches.
-
-  Of two as long, "a" counts rather than "*".
-  """
+  """Returns the override that counts in a scope: the longest that matches."""
+  # Of two as long, "a" counts rather than "*".
   found = [x for x in overrides if scopes.matches(scope, x[0])]
   return max(found, key=lambda x: (len(x[0]), -x[0].count("*")), default=None)
 

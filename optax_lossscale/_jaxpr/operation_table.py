@@ -120,10 +120,7 @@ def is_opaque(equation: core.JaxprEqn) -> bool:
 
 
 def name_of(equation: core.JaxprEqn) -> str:
-  """Returns the name of an operation's primitive, or a more specific name.
-
-  `autocast` uses this name, which equivalent ways to write an operation share.
-  """
+  """Returns a name that equivalent ways to write an operation share."""
   name, inputs = equation.primitive.name, equation.invars
   if name == "integer_pow":
     return _POWERS.get(equation.params["y"], name)
@@ -156,10 +153,7 @@ def dtype_of(equation: core.JaxprEqn) -> np.dtype | None:
 def undefined(
   equation: core.JaxprEqn, inputs: Sequence[jax.Array]
 ) -> jax.Array | np.ndarray:
-  """Returns where an operation has no finite value in any dtype.
-
-  The answer is meaningful only where the operation's result is non-finite.
-  """
+  """Returns where an operation with a non-finite result has no finite one."""
   name = equation.primitive.name
   if name in BOUNDED:
     is_bounded = name not in _REAL_BOUNDED or not _is_complex(inputs[0])

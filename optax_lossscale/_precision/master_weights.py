@@ -95,12 +95,10 @@ def master_weights(
 
   With `store="remainder"` the master is the parameter together with 16 more
   bits, which are 0 at first, so that it takes 2 bytes of state instead of 4.
-  The parameter is then the number nearest to the master, away from zero if two
-  are. With bfloat16 that is every bit of float32. With float16 it is too above
+  With bfloat16 that is every bit of float32. With float16 it is too above
   2**-17, and below it the master is a multiple of 2**-40. If no update leads to
   the number nearest to a master, the master itself stops at the nearest value
-  that the remainder can hold, less than 1 % of the update away. No update is
-  larger than the largest value, so the rest of a longer way is lost.
+  that the remainder can hold, less than 1 % of the update away.
 
   A parameter stops at the largest value of its dtype, and so does the master,
   unless it is a copy. Finite masters and updates never make a parameter inf.
@@ -249,11 +247,9 @@ def _first_remainder(x: object) -> object:
 def _move_copy(
   _: jax.Array, master: jax.Array, param: jax.Array, skipped: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the update that takes a parameter to its next master's rounding.
-
-  The result depends only on the next master, not on the old master or the
-  update, so XLA can update the master in place.
-  """
+  """Returns the update that takes a parameter to its next master's rounding."""
+  # It depends only on the next master, not on the old master or the update, so
+  # XLA can update the master in place.
   # A parameter that was cast in this program must be seen as it is stored.
   wide = bits.rounded(_convert(param, master.dtype), param.dtype)
   # Around this wrapper, `loss_scaling` gets the way in float32 and does the

@@ -1,7 +1,6 @@
 """Updates narrow parameters that stand for wider values.
 
-The inner optimizer gets each narrow parameter as the wide value that it stands
-for, and float32 gradients. A store says how a parameter stands for that value.
+The inner optimizer gets those wide values, and float32 gradients.
 """
 
 from collections.abc import Callable
@@ -21,17 +20,13 @@ from optax_lossscale._step import states
 
 
 class Store(NamedTuple):
-  """How parameters stand for wide values, by functions of one leaf.
+  """How parameters stand for wide values, by functions of one leaf."""
 
-  A masked node is kept for a leaf that stands for itself.
-
-  Attributes:
-    read: returns the wide value from what is kept and the parameter.
-    move: returns the update and what is kept next, from what is kept, the next
-      wide value, the parameter, and whether the step is skipped.
-  """
-
+  # A masked node is kept for a leaf that stands for itself.
+  # Returns the wide value from what is kept and the parameter.
   read: Callable[[jax.Array, jax.Array], jax.Array]
+  # Returns the update and what is kept next, from what is kept, the next wide
+  # value, the parameter, and whether the step is skipped.
   move: Callable[
     [jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]
   ]

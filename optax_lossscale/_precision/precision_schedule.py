@@ -498,10 +498,8 @@ def _compare(
 
 
 def _round_down(limit: fractions.Fraction, dtype: np.dtype) -> np.floating:
-  """Returns the largest number of a dtype that is not above a positive limit.
-
-  A number of that dtype is at most the limit iff it is at most this result.
-  """
+  """Returns the largest number of a dtype that is not above a limit."""
+  # A number of that dtype is at most the limit iff it is at most this result.
   largest = fractions.Fraction(formats.largest(dtype))
   nearest = dtype.type(float(min(limit, largest)))
   is_above = fractions.Fraction(float(nearest)) > limit
