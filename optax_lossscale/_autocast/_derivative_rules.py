@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._autocast import _value
-from optax_lossscale._base import bits
+from optax_lossscale._base.formats import part_dtype
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr.interpreter import Array
 
@@ -207,4 +207,4 @@ def _cast(values: _Values, dtypes: Sequence[np.dtype]) -> list[Array]:
 
 
 def _is_float(x: object) -> bool:
-  return bits.part_dtype(x) is not None
+  return part_dtype(x) is not None

@@ -14,7 +14,9 @@ import numpy as np
 from optax_lossscale._autocast import _products
 from optax_lossscale._autocast import _value
 from optax_lossscale._autocast import levels
-from optax_lossscale._base import bits
+from optax_lossscale._base.formats import FLOAT32
+from optax_lossscale._base.formats import largest
+from optax_lossscale._base.formats import part_dtype
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._jaxpr import scopes
@@ -25,6 +27,7 @@ _Treatment = levels.Treatment
 _Values = Sequence[_value.Value]
 
 _OF_PARAMETERS = operation_table.JOINS | {"add", "add_any", "mul", "square"}
+_REARRANGES = operation_table.REARRANGES | {"reshard", "sharding_constraint"}
 _ARITHMETIC = ("add", "div", "mul", "neg", "sub")
 # If an input of these operations contains a large number, so does the result.
 # Other operations have a bounded result, or one whose magnitude is unknown.
@@ -34,7 +37,6 @@ _KEEP_SPAN = (
   | levels.SUMS
   | {"abs", "add", "add_any", "mul", "neg", "sqrt", "sub"}
 )
-_FLOAT32 = levels.FLOAT32
 
 # The results of these operations depend on the bits of the dtype.
 _OF_BITS = frozenset(["bitcast_convert_type", "nextafter", "reduce_precision"])
@@ -82,9 +84,9 @@ def _is_among(equation: core.JaxprEqn, dtypes: frozenset[np.dtype]) -> bool:
   # A `jax.Ref` cannot change its dtype.
   if not all(isinstance(aval, jax.core.ShapedArray) for aval in avals):
     return False
-  floats = {aval.dtype for aval in avals if bits.part_dtype(aval)}
+  floats = {aval.dtype for aval in avals if part_dtype(aval)}
   if equation.params.get("update_jaxpr") is not None and not (
-    equation.primitive.name in levels.SUMS and floats == {_FLOAT32}
+    equation.primitive.name in levels.SUMS and floats == {FLOAT32}
   ):
     # The function that combines a scatter's values is recorded for one dtype.
     return False
@@ -95,12 +97,10 @@ def _run_as_written(equation: core.JaxprEqn, inputs: _Values) -> _Values:
   with interpreter.context(equation):
     arrays = [x.restore() for x in inputs]
   # Positions, noise and the like do not depend on the network's values.
-  kind = _Kind.COMPUTED
-  if all(x.kind.stays_float32 for x in inputs if x.is_float):
-    kind = _Kind.STATISTIC
+  kind = _Kind.STATISTIC if _stay_float32(inputs) else _Kind.COMPUTED
   span = _find_span(equation, inputs)
   return [
-    x if x.written == _FLOAT32 else dataclasses.replace(x, span=None)
+    x if x.written == FLOAT32 else dataclasses.replace(x, span=None)
     for x in _bind(equation, arrays, kind, span)
   ]
 
@@ -109,7 +109,7 @@ def _convert(equation: core.JaxprEqn, inputs: _Values) -> _Values:
   """Evaluates a conversion that the program itself makes."""
   (x,) = inputs
   dtype = equation.params["new_dtype"]
-  if not x.is_float or bits.part_dtype(equation.outvars[0].aval) is None:
+  if not x.is_float or part_dtype(equation.outvars[0].aval) is None:
     # A mask follows the other inputs; positions and counts are statistics.
     is_mask = x.array.dtype == np.bool_
     kind = _Kind.GIVEN if is_mask else _Kind.STATISTIC
@@ -127,75 +127,69 @@ def _convert(equation: core.JaxprEqn, inputs: _Values) -> _Values:
 def _run_product(
   equation: core.JaxprEqn, inputs: _Values, decision: levels.Decision
 ) -> _Values:
-  parameters = equation.params
-  algorithm, preset = parameters.get("precision"), lax.DotAlgorithmPreset
+  parameters, preset = equation.params, lax.DotAlgorithmPreset
+  algorithm = parameters.get("precision")
   kinds = str, lax.DotAlgorithm, preset
   if isinstance(algorithm, kinds) and algorithm != preset.DEFAULT:
     # An explicit algorithm fixes the dtypes of the inputs.
     return _run_as_written(equation, inputs)
+  dtype, treatment = decision.dtype, decision.treatment
+  if treatment in (_Treatment.GRAY, _Treatment.PROMOTE):
+    dtype = _find_widest(inputs, promotes=treatment is _Treatment.PROMOTE)
   floats = [x for x in inputs if x.is_float]
-  dtype = decision.dtype
-  if decision.treatment in (_Treatment.GRAY, _Treatment.PROMOTE):
-    promotes = decision.treatment is _Treatment.PROMOTE
-    dtype = _find_widest(floats, promotes=promotes)
-  if decision.treatment is _Treatment.BLACK or any(
-    x.exceeds(dtype) for x in floats
-  ):
-    dtype = _FLOAT32
-  formats, why = decision.formats, ""
-  if formats and dtype == _FLOAT32:
-    formats = None
-  if formats and levels.is_float8(formats.operands):
-    why = _products.reason_against_float8(equation, inputs)
-  if formats and why:
-    formats, why = formats.in_16_bits(dtype), f"{levels.NOT_FLOAT8}{why}"
+  if treatment is _Treatment.BLACK or any(x.exceeds(dtype) for x in floats):
+    dtype = FLOAT32
+  formats, why = _find_formats(equation, inputs, decision, dtype)
+  emitted = parameters["preferred_element_type"]
+  # Only a product written in low precision may keep a wider result.
+  is_wide = any(x.written != FLOAT32 for x in floats)
   with scopes.note(why):
-    emitted = parameters["preferred_element_type"]
-    # Only a product written in low precision may keep a wider result.
-    is_wide = any(x.written != _FLOAT32 for x in floats)
     if formats:
-      kept = emitted if is_wide else None
-      return _run_in_formats(equation, inputs, formats, kept or dtype)
+      result = formats.result or (emitted if is_wide else None) or dtype
+      with interpreter.context(equation):
+        product = _products.multiply(equation, inputs, formats)
+        arrays = [product.astype(result)]
+      span = _find_span(equation, inputs)
+      return _value.make_outputs(equation, arrays, [span])
     if emitted is not None and not is_wide:
-      equation = equation.replace(
-        params={**parameters, "preferred_element_type": dtype}
-      )
+      parameters = {**parameters, "preferred_element_type": dtype}
+      equation = equation.replace(params=parameters)
     return _run_in_dtype(equation, inputs, dtype, decision)
 
 
-def _run_in_formats(
+def _find_formats(
   equation: core.JaxprEqn,
   inputs: _Values,
-  formats: levels.Formats,
+  decision: levels.Decision,
   dtype: np.dtype,
-) -> _Values:
-  """Evaluates a product in formats, whose result by default is in `dtype`."""
-  with interpreter.context(equation):
-    result = _products.multiply(equation, inputs, formats)
-    array = result.astype(formats.result or dtype)
-  return _value.make_outputs(equation, [array], [_find_span(equation, inputs)])
+) -> tuple[levels.Formats | None, str]:
+  """Returns the formats of a product, if any, and why they are not float8."""
+  formats, why = decision.formats, ""
+  if formats is None or dtype == FLOAT32:
+    return None, ""
+  if formats.in_float8:
+    why = _products.reason_against_float8(equation, inputs)
+  if not why:
+    return formats, ""
+  return formats.in_16_bits(dtype), f"{levels.NOT_FLOAT8}{why}"
 
 
 def _run_sum(
   equation: core.JaxprEqn, inputs: _Values, decision: levels.Decision
 ) -> _Values:
   """Evaluates a sum in float32, whatever the dtypes of input and output."""
-  treatment = decision.treatment
+  treatment, dtype = decision.treatment, decision.dtype
   name = operation_table.name_of(equation)
   is_reduction = name in operation_table.REDUCTIONS or name == "vecdot"
   is_low = treatment in (_Treatment.LOW, _Treatment.LOW_BUT_NORMS)
-  kind = _Kind.COMPUTED
-  if (is_reduction and is_low) or all(
-    x.kind.stays_float32 for x in inputs if x.is_float
-  ):
-    # A sum may not fit in low precision, even if the mean made from it does.
-    kind = _Kind.STATISTIC
-  outputs = _run_in_dtype(equation, inputs, _FLOAT32, decision, kind)
-  dtype = decision.dtype
+  # A sum may not fit in low precision, even if the mean made from it does.
+  is_statistic = (is_reduction and is_low) or _stay_float32(inputs)
+  kind = _Kind.STATISTIC if is_statistic else _Kind.COMPUTED
+  outputs = _run_in_dtype(equation, inputs, FLOAT32, decision, kind)
   if treatment is _Treatment.GRAY:
     dtype = _find_widest(inputs, promotes=False)
   if (
-    kind is _Kind.STATISTIC
+    is_statistic
     or treatment in (_Treatment.BLACK, _Treatment.PROMOTE)
     or any(x.exceeds(dtype) for x in outputs)
   ):
@@ -236,18 +230,15 @@ def _run_move(equation: core.JaxprEqn, inputs: _Values) -> _Values:
 
 
 def _commutes(equation: core.JaxprEqn, source: _value.Value) -> bool:
-  """Returns whether to convert a move's input rather than its output.
-
-  A converted input can serve several moves. For a broadcast the output is
-  converted, so that the backward pass sums the gradient in float32. (Constants
-  are always converted first, since they have no backward pass.)
-  """
-  rearranges = equation.primitive.name in operation_table.REARRANGES | {
-    *("reshard", "sharding_constraint")
-  }
-  return len(equation.invars) == 1 and (
-    source.kind is _Kind.CONSTANT or (source.kind is _Kind.GIVEN and rearranges)
+  """Returns whether to convert a move's input rather than its output."""
+  # A converted input can serve several moves. For a broadcast the output is
+  # converted, so that the backward pass sums the gradient in float32.
+  # (Constants are always converted first, since they have no backward pass.)
+  is_given = (
+    source.kind is _Kind.GIVEN and equation.primitive.name in _REARRANGES
   )
+  is_source = source.kind is _Kind.CONSTANT or is_given
+  return is_source and len(equation.invars) == 1
 
 
 def _run_in_dtype(
@@ -266,7 +257,7 @@ def _run_in_dtype(
         _convert_input(x, dtype, equation) if x.is_float else x.array
         for x in inputs
       ]
-    span = _find_span(equation, inputs) if dtype == _FLOAT32 else None
+    span = _find_span(equation, inputs) if dtype == FLOAT32 else None
     return _bind(equation, arrays, kind, span)
 
 
@@ -274,9 +265,8 @@ def _convert_input(
   x: _value.Value, dtype: np.dtype, equation: core.JaxprEqn
 ) -> Array:
   """Converts an input for an operation that runs in `dtype`."""
-  if x.number is not None and x.exceeds(dtype):
-    # Only a choice such as `select_n` clips its numbers; see `_choose`.
-    limit = float(jnp.finfo(dtype).max)
+  if _clips(x, dtype):
+    limit = largest(dtype)
     clipped = np.clip(np.float32(x.number), -limit, limit).astype(dtype)
     return lax.broadcast(clipped, x.array.shape) if x.array.ndim else clipped
   output: Any = equation.outvars[0].aval
@@ -312,16 +302,15 @@ def _choose(
   treatment = decision.treatment
   kinds = {x.kind for x in floats}
   if kinds == {_Kind.CONSTANT}:
-    return _FLOAT32, _Kind.CONSTANT
-  if equation.primitive.name in operation_table.JOINS and all(
-    x.kind.is_neutral for x in floats
-  ):
+    return FLOAT32, _Kind.CONSTANT
+  is_join = equation.primitive.name in operation_table.JOINS
+  if is_join and all(x.kind.is_neutral for x in floats):
     # For example, the biases of several gates are joined into one array.
     return _find_widest(floats), _Kind.GIVEN
-  is_given = all(x.kind.stays_float32 for x in floats)
+  is_given = _stay_float32(floats)
   name = operation_table.name_of(equation)
   if treatment is _Treatment.BLACK:
-    return _FLOAT32, _Kind.STATISTIC if is_given else _Kind.COMPUTED
+    return FLOAT32, _Kind.STATISTIC if is_given else _Kind.COMPUTED
   if decision.is_override:
     # A sum may not fit in the dtype, even if the mean made from it does.
     is_given &= _Kind.STATISTIC in kinds and name in ("div", "mul")
@@ -332,20 +321,31 @@ def _choose(
     # value is a mean or a target, and a divisor may have any magnitude.
     promotes = treatment is _Treatment.PROMOTE or name not in _OF_PARAMETERS
     return _find_widest(floats, promotes=promotes), _Kind.COMPUTED
-  kind = _Kind.COMPUTED
-  if treatment is _Treatment.LOW_BUT_NORMS:
+  return _lower(name, floats, decision, clips=is_join)
+
+
+def _lower(
+  name: str, floats: _Values, decision: levels.Decision, *, clips: bool
+) -> tuple[np.dtype, _value.Kind]:
+  """Returns low precision, or float32 within a norm or for lack of range."""
+  kind, dtype = _Kind.COMPUTED, decision.dtype
+  if decision.treatment is _Treatment.LOW_BUT_NORMS:
     kind = _find_kind_in_norm(name, floats)
-  if kind is not _Kind.COMPUTED:
-    return _FLOAT32, kind
-  # In a choice such as `select_n`, numbers out of range are intentional and are
-  # clipped. Any other operation runs in float32 if its numbers do not fit.
-  is_choice = equation.primitive.name in operation_table.JOINS
-  has_room = all(
-    x.fits(decision.dtype)
-    or (is_choice and x.number is not None and x.exceeds(decision.dtype))
-    for x in floats
-  )
-  return (decision.dtype if has_room else _FLOAT32), kind
+  has_room = all(x.fits(dtype) or (clips and _clips(x, dtype)) for x in floats)
+  is_low = kind is _Kind.COMPUTED and has_room
+  return (dtype if is_low else FLOAT32), kind
+
+
+def _clips(x: _value.Value, dtype: np.dtype) -> bool:
+  """Returns whether a choice such as `select_n` clips a number to `dtype`."""
+  # There, numbers out of range are intentional. Any other operation runs in
+  # float32 if its numbers do not fit.
+  return x.number is not None and x.exceeds(dtype)
+
+
+def _stay_float32(inputs: _Values) -> bool:
+  """Returns whether an operation with only these inputs may stay in float32."""
+  return all(x.kind.stays_float32 for x in inputs if x.is_float)
 
 
 def _find_span(equation: core.JaxprEqn, inputs: _Values) -> _value.Span:
@@ -364,32 +364,26 @@ def _find_span(equation: core.JaxprEqn, inputs: _Values) -> _value.Span:
 
 
 def _find_kind_in_norm(name: str, floats: _Values) -> _value.Kind:
-  """Returns the kind of an operation's result, which is COMPUTED outside norms.
-
-  A norm subtracts a mean, squares and sums (these two are in float32 anyway),
-  takes a root and divides by it. After the norm, operations are lowered again.
-  """
+  """Returns the kind of an operation's result: COMPUTED outside of norms."""
+  # A norm subtracts a mean, squares and sums (these two are in float32 anyway),
+  # takes a root and divides by it. After it, operations are lowered again.
   kinds = {x.kind for x in floats if not x.kind.is_neutral}
   if kinds <= {_Kind.STATISTIC, _Kind.ROOT}:
     is_root = name in ("sqrt", "rsqrt") or _Kind.ROOT in kinds
     return _Kind.ROOT if is_root else _Kind.STATISTIC
-  if name == "sub" and (
+  is_centered = name == "sub" and (
     _Kind.STATISTIC in kinds or any(x.kind is _Kind.GIVEN for x in floats)
-  ):
-    return _Kind.NORMALIZING
-  if name in ("mul", "div") and _Kind.ROOT in kinds:
-    return _Kind.NORMALIZING
-  if name in _ARITHMETIC and _Kind.COMPUTED not in kinds:
-    return _Kind.NORMALIZING
-  return _Kind.COMPUTED
+  )
+  is_divided = name in ("mul", "div") and _Kind.ROOT in kinds
+  is_inside = name in _ARITHMETIC and _Kind.COMPUTED not in kinds
+  is_part = is_centered or is_divided or is_inside
+  return _Kind.NORMALIZING if is_part else _Kind.COMPUTED
 
 
 def _find_widest(inputs: _Values, *, promotes: bool = True) -> np.dtype:
-  """Returns the widest dtype among the inputs that an operation follows.
-
-  Constants follow the other inputs if they fit. Given values also follow the
-  other inputs, unless the operation `promotes`.
-  """
+  """Returns the widest dtype among the inputs that an operation follows."""
+  # Constants follow the other inputs if they fit. Given values also follow the
+  # other inputs, unless the operation `promotes`.
   floats = [x for x in inputs if x.is_float]
   computed = [x for x in floats if not x.kind.is_neutral]
   if promotes or not computed:

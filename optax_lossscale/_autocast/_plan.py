@@ -17,7 +17,7 @@ from jax.extend import core
 import numpy as np
 
 from optax_lossscale._autocast import levels
-from optax_lossscale._base import bits
+from optax_lossscale._base.formats import part_dtype
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._jaxpr import scopes
@@ -101,11 +101,9 @@ def share_use(uses: Sequence[Use], *, has_product: bool = False) -> Use:
 
 
 def _decide(jaxpr: core.Jaxpr, recipe: levels.Recipe, scope: str) -> Plan:
-  """Returns a plan without uses, which has only the recipe's decisions.
-
-  The use of a loop's values depends on whether the loop contains a product. So
-  all products are found first, and then each body is planned once.
-  """
+  """Returns a plan without uses, which has only the recipe's decisions."""
+  # The use of a loop's values depends on whether the loop contains a product.
+  # So all products are found first, and then each body is planned once.
   steps = []
   # The variables that depend only on literals.
   constants: set[core.Var] = set()
@@ -238,7 +236,7 @@ def _use_inputs(
   if not (decision.is_override or step.has_product):
     in_float32 |= not leads or (step.is_linear and after.in_float32)
   # An operation without float outputs does not need inputs in low precision.
-  is_float = any(bits.part_dtype(x.aval) for x in equation.outvars)
+  is_float = any(part_dtype(x.aval) for x in equation.outvars)
   return Use(leads, in_float32 or not is_float), in_float32
 
 

@@ -23,11 +23,16 @@ from optax_lossscale._autocast import _value
 from optax_lossscale._autocast import levels
 from optax_lossscale._base import bits
 from optax_lossscale._base import promises
+from optax_lossscale._base.formats import FLOAT32
+from optax_lossscale._base.formats import is_float8
+from optax_lossscale._base.formats import largest
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import scopes
 from optax_lossscale._jaxpr.interpreter import Array
 
 Operand = _value.Operand
+_Arrays = Sequence[Array]
+_Operands = Sequence[Operand]
 
 # A Hopper GPU multiplies 32 terms of float8 at once, and fewer rows or columns
 # do not fill it either. cuBLAS needs multiples of 16.
@@ -42,9 +47,9 @@ _SCALING = "scaling of float8"
 class _Kept(NamedTuple):
   """What the backward pass of a product needs; the factors only for dtypes."""
 
-  factors: Sequence[Array]
-  operands: Sequence[Operand]
-  others: Sequence[Array]
+  factors: _Arrays
+  operands: _Operands
+  others: _Arrays
 
 
 def multiply(
@@ -64,36 +69,27 @@ def multiply(
 def _make_product(
   equation: core.JaxprEqn, formats: levels.Formats
 ) -> Callable[..., jax.Array]:
-  """Returns a function of factors, of what they are in a format, and others.
-
-  Its results depend only on the latter, and its gradients are those of the
-  factors, in their own dtypes. So one rounding serves all uses of a factor.
-  """
-  in_float8 = levels.is_float8(formats.operands)
-  parameters = {**equation.params, "preferred_element_type": levels.FLOAT32}
-  forward_precision = backward_precision = parameters["precision"]
+  """Returns a function of factors, of what they are in a format, and others."""
+  # Its results depend only on the latter, and its gradients are those of the
+  # factors, in their own dtypes. So one rounding serves all uses of a factor.
+  in_float8 = formats.in_float8
+  forward_precision = backward_precision = equation.params["precision"]
   if in_float8:
     # XLA adds up float8 products in few bits on a GPU if both are DEFAULT. So
     # other systems do in the forward pass alone.
     if not isinstance(forward_precision, tuple):
       forward_precision = (lax.Precision.DEFAULT,) * 2
     backward_precision = (lax.Precision.HIGHEST,) * 2
-  wide = equation.replace(params={**parameters, "precision": forward_precision})
+  wide = _in_float32(equation, forward_precision)
 
-  def run(
-    factors: Sequence[Array],
-    operands: Sequence[Operand],
-    others: Sequence[Array],
-  ) -> jax.Array:
+  def run(factors: _Arrays, operands: _Operands, others: _Arrays) -> jax.Array:
     del factors
     arrays = [_read(x, formats.operands) for x in operands]
     result = _bind(wide, [*arrays, *others])
-    return _unscaled(result, operands, levels.FLOAT32)
+    return _unscaled(result, operands, FLOAT32)
 
   def forward(
-    factors: Sequence[Array],
-    operands: Sequence[Operand],
-    others: Sequence[Array],
+    factors: _Arrays, operands: _Operands, others: _Arrays
   ) -> tuple[jax.Array, _Kept]:
     result = run(factors, operands, others)
     if in_float8:
@@ -122,10 +118,8 @@ def _make_product(
 def _transposed(
   equation: core.JaxprEqn, kept: _Kept, place: int, gradient: jax.Array
 ) -> core.Jaxpr:
-  """Returns JAX's gradient of a product with respect to the factor in a place.
-
-  Its inputs are the other factor, the gradient of the result, and `others`.
-  """
+  """Returns JAX's gradient of a product by the factor in a place."""
+  # Its inputs are the other factor, the gradient of the result, and `others`.
   factors = [jax.eval_shape(_widened, x.array) for x in kept.operands]
 
   def gradient_of_factor(
@@ -142,37 +136,32 @@ def _transposed(
   )
 
 
-def _replay(
-  jaxpr: core.Jaxpr, arrays: Sequence[Array], precision: object
-) -> jax.Array:
+def _replay(jaxpr: core.Jaxpr, arrays: _Arrays, precision: object) -> jax.Array:
   """Returns what a jaxpr of products and moves gives for narrow arrays."""
 
-  def rule(
-    equation: core.JaxprEqn, inputs: Sequence[Array]
-  ) -> Sequence[jax.Array]:
+  def rule(equation: core.JaxprEqn, inputs: _Arrays) -> Sequence[jax.Array]:
     if equation.primitive.name in levels.PRODUCTS:
-      parameters = {
-        **equation.params,
-        "preferred_element_type": levels.FLOAT32,
-        "precision": precision,
-      }
-      return [_bind(equation.replace(params=parameters), inputs)]
+      return [_bind(_in_float32(equation, precision), inputs)]
     return [_bind_here(equation, inputs)]
 
   (result,) = interpreter.evaluate(jaxpr, arrays, rule)
   return jnp.asarray(result)
 
 
-def _bind(equation: core.JaxprEqn, arrays: Sequence[Array]) -> jax.Array:
-  """Returns the float32 result of a product of narrow arrays.
+def _in_float32(equation: core.JaxprEqn, precision: object) -> core.JaxprEqn:
+  """Returns a product with a float32 result."""
+  parameters = {**equation.params, "preferred_element_type": FLOAT32}
+  return equation.replace(params={**parameters, "precision": precision})
 
-  Up to jax 0.12, XLA has no kernel for some bfloat16 products on a CPU if the
-  result is in float32, such as those of two axes whose result is transposed.
-  """
+
+def _bind(equation: core.JaxprEqn, arrays: _Arrays) -> jax.Array:
+  """Returns the float32 result of a product of narrow arrays."""
 
   def bind(*arrays: Array) -> jax.Array:
     return _bind_here(equation, arrays)
 
+  # Up to jax 0.12, XLA has no kernel for some bfloat16 products on a CPU if the
+  # result is in float32, such as those of two axes whose result is transposed.
   def bind_on_cpu(*arrays: jax.Array) -> jax.Array:
     # They may have been cast in this program, and XLA might use what was cast.
     wide = [lax.reduce_precision(_widened(x), 8, 7) for x in arrays[:2]]
@@ -186,7 +175,7 @@ def _bind(equation: core.JaxprEqn, arrays: Sequence[Array]) -> jax.Array:
   return result
 
 
-def _bind_here(equation: core.JaxprEqn, arrays: Sequence[Array]) -> jax.Array:
+def _bind_here(equation: core.JaxprEqn, arrays: _Arrays) -> jax.Array:
   """Returns the result of an operation, in the product's scope alone."""
   parameters = equation.primitive.get_bind_params(equation.params)
   result: jax.Array = equation.primitive.bind(*arrays, **parameters)
@@ -214,22 +203,24 @@ def _refuse(primals: object, tangents: object) -> tuple[jax.Array, jax.Array]:
 
 def _version(value: _value.Value, dtype: np.dtype) -> Operand:
   """Returns what a product multiplies for a value, made only once."""
+  if dtype not in value.operands:
+    value.operands[dtype] = _make_version(value, dtype)
+  return value.operands[dtype]
 
-  def make(value: _value.Value) -> Operand:
-    if value.source is not None:
-      move, source = value.source
-      operand = _version(source, dtype)
-      moved = _bind_here(move, [operand.array])
-      return _named(operand._replace(array=moved))
-    if not levels.is_float8(dtype):
-      return _operand(value.array, dtype)
-    operand = _operand(lax.stop_gradient(value.array), dtype)
-    # `jax.checkpoint` rounds floats that it keeps, and makes NaN of the largest
-    # numbers of this format. It leaves integers alone.
-    bytes_of = lax.bitcast_convert_type(operand.array, jnp.uint8)
-    return _named(operand._replace(array=bytes_of))
 
-  return value.operand(dtype, make)
+def _make_version(value: _value.Value, dtype: np.dtype) -> Operand:
+  if value.source is not None:
+    move, source = value.source
+    operand = _version(source, dtype)
+    moved = _bind_here(move, [operand.array])
+    return _named(operand._replace(array=moved))
+  if not is_float8(dtype):
+    return _operand(value.array, dtype)
+  operand = _operand(lax.stop_gradient(value.array), dtype)
+  # `jax.checkpoint` rounds floats that it keeps, and makes NaN of the largest
+  # numbers of this format. It leaves integers alone.
+  bytes_of = lax.bitcast_convert_type(operand.array, jnp.uint8)
+  return _named(operand._replace(array=bytes_of))
 
 
 def _read(operand: Operand, dtype: np.dtype) -> Array:
@@ -241,11 +232,11 @@ def _read(operand: Operand, dtype: np.dtype) -> Array:
 
 def _operand(x: Array, dtype: np.dtype) -> Operand:
   """Returns the numbers of an array in a format, float8 with a scale."""
-  if not levels.is_float8(dtype):
+  if not is_float8(dtype):
     return Operand(lax.convert_element_type(x, dtype), None)
   with scopes.note(_SCALING):
     x = _widened(jnp.asarray(x))
-    scale, unscale = _powers(x, float(jnp.finfo(dtype).max))
+    scale, unscale = _powers(x, largest(dtype))
     # The cast rounds no more, so no compiler can leave the rounding out. It
     # makes NaN of what is not finite, where the format has no inf.
     narrow = bits.rounded(x * scale, dtype).astype(dtype)
@@ -282,9 +273,7 @@ def _powers(x: jax.Array, largest: float) -> tuple[jax.Array, jax.Array]:
   return scale, unscale
 
 
-def _unscaled(
-  x: jax.Array, operands: Sequence[Operand], dtype: np.dtype
-) -> jax.Array:
+def _unscaled(x: jax.Array, operands: _Operands, dtype: np.dtype) -> jax.Array:
   """Returns the result of a product of operands, in a dtype."""
   with scopes.note(_SCALING):
     for operand in operands:
@@ -294,7 +283,7 @@ def _unscaled(
 
 
 def _widened(x: jax.Array) -> jax.Array:
-  return x.astype(levels.FLOAT32)
+  return x.astype(FLOAT32)
 
 
 def reason_against_float8(

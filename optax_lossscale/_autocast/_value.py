@@ -1,6 +1,5 @@
 """A value in a mixed-precision program, and its copies in other dtypes."""
 
-from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
@@ -13,7 +12,8 @@ from jax import lax
 from jax.extend import core
 import numpy as np
 
-from optax_lossscale._base import bits
+from optax_lossscale._base.formats import largest
+from optax_lossscale._base.formats import part_dtype
 from optax_lossscale._jaxpr.interpreter import Array
 
 
@@ -79,7 +79,8 @@ class Value:
   _versions: dict[np.dtype, Array] = dataclasses.field(
     default_factory=dict, init=False
   )
-  _operands: dict[np.dtype, Operand] = dataclasses.field(
+  # What products multiply instead, by the format.
+  operands: dict[np.dtype, Operand] = dataclasses.field(
     default_factory=dict, init=False
   )
 
@@ -91,7 +92,7 @@ class Value:
   @property
   def is_float(self) -> bool:
     """True if the value has a real floating dtype."""
-    dtype = bits.part_dtype(self.array)
+    dtype = part_dtype(self.array)
     return dtype is not None and dtype == self.array.dtype
 
   def in_dtype(self, dtype: np.dtype) -> Array:
@@ -101,14 +102,6 @@ class Value:
     if dtype not in self._versions:
       self._versions[dtype] = self._make_version(dtype)
     return self._versions[dtype]
-
-  def operand(
-    self, dtype: np.dtype, make: Callable[["Value"], Operand]
-  ) -> Operand:
-    """Returns what a product multiplies, made only the first time."""
-    if dtype not in self._operands:
-      self._operands[dtype] = make(self)
-    return self._operands[dtype]
 
   def restore(self) -> Array:
     """Returns the array in its dtype in the original program."""
@@ -125,29 +118,23 @@ class Value:
     return result
 
   def with_array(self, array: Array) -> "Value":
-    """Returns the value for a loop body or function that gets it as `array`.
-
-    A known number is the same everywhere. Any other value may arrive only in
-    part, as one slice of a scan's input or as one shard.
-    """
+    """Returns the value for a loop body or function that gets it as `array`."""
+    # A known number is the same everywhere. Any other value may arrive only in
+    # part, as one slice of a scan's input or as one shard.
     if self.number is not None and isinstance(self.array, np.ndarray):
       return self
     return Value(array, self.written, self.kind, self.number, self.span)
 
   @property
   def outline(self) -> "Value":
-    """The value with its array's type instead of the array, safe to keep.
-
-    JAX keeps a derivative rule as long as the compiled function. The rule must
-    not keep alive the tracers that existed when it was made.
-    """
+    """The value with its array's type instead of the array, safe to keep."""
+    # JAX keeps a derivative rule as long as the compiled function. The rule
+    # must not keep alive the tracers that existed when it was made.
     return self.with_array(jax.typeof(self.array))
 
   def fits(self, dtype: np.dtype) -> bool:
-    """Returns whether `dtype` has room for the program's numbers in the value.
-
-    The numbers must neither overflow nor underflow, but may be rounded.
-    """
+    """Returns whether `dtype` has room for the program's numbers."""
+    # They must neither overflow nor underflow, but may be rounded.
     if self.span is None:
       return True
     tiny = float(jax.numpy.finfo(dtype).tiny)
@@ -155,8 +142,7 @@ class Value:
 
   def exceeds(self, dtype: np.dtype) -> bool:
     """Returns whether one of the program's numbers would be inf in `dtype`."""
-    largest = float(jax.numpy.finfo(dtype).max)
-    return self.span is not None and self.span[1] > largest
+    return self.span is not None and self.span[1] > largest(dtype)
 
   def _make_version(self, dtype: np.dtype) -> Array:
     if isinstance(self.array, np.ndarray | np.generic):
@@ -181,7 +167,7 @@ def make_given(array: Array, aval: object) -> Value:
 def make_constant(literal: core.Literal) -> Value:
   """Returns a number in the program as a `Value`."""
   number, dtype = literal.val, getattr(literal.aval, "dtype", None)
-  if not bits.part_dtype(literal.aval):
+  if not part_dtype(literal.aval):
     return Value(number, dtype, Kind.CONSTANT)
   array = np.asarray(number, dtype)
   if array.ndim or np.iscomplexobj(array):

@@ -91,12 +91,8 @@ def autocast(
   matrix product of `fun` is in float32, except at "O0" and "OD". So the loss is
   the same whether `fun` is only the model or the whole loss function.
 
-  A product in `dtype` gives `dtype`, and the gradient of its weights has passed
-  through it. `preferred_element_type` makes both float32. `dot_dtype` lowers
-  the matrix products with an argument of `fun` to float8, forward and backward,
-  and keeps everything else in `dtype`; docs/guides/fp8.md says for which
-  devices. Either has no forward-mode derivative (`jax.jvp`), and a product in
-  float8 no second one.
+  With `preferred_element_type` or `dot_dtype`, products have no forward-mode
+  derivative (`jax.jvp`), and a product in float8 has no second derivative.
 
   Args:
     fun: any function that JAX can trace, such as a loss or `model.apply`.
@@ -118,10 +114,11 @@ def autocast(
     preferred_element_type: float32 for products in `dtype` with float32
       results and gradients, named as in `jax.lax.dot_general`; None for `dtype`
       as JAX has it.
-    dot_dtype: float8_e4m3fn (or float8_e4m3fnuz) for matrix products in float8,
-      each operand with a scale of its own; the gradients that come in are in
-      float8_e5m2, or in the second of two dtypes: `(operands, gradients)`. None
-      for no float8.
+    dot_dtype: float8_e4m3fn (or float8_e4m3fnuz) for the matrix products with
+      an argument of `fun`, forward and backward, each operand with a scale of
+      its own; the gradients that come in are in float8_e5m2, or in the second
+      of two dtypes: `(operands, gradients)`. docs/guides/fp8.md says for which
+      devices. None for no float8.
 
   Returns:
     A function with the same arguments as `fun`. It traces `fun` on each call,
@@ -130,10 +127,10 @@ def autocast(
   Raises:
     TypeError: if `fun` is not a function, or an argument has the wrong type.
     ValueError: if a level, list or dtype does not exist, or the level lowers no
-      products that have formats. When called: if a
-      pattern matches no scope of `fun`, `operations` names an unknown
-      operation, `fun` changes an object in place, such as an NNX model in
-      training (use `nnx.autocast`), or a precision schedule lowers `fun`.
+      products that have formats. When called: if a pattern matches no scope of
+      `fun`, `operations` names an unknown operation, `fun` changes an object in
+      place, such as an NNX model in training (use `nnx.autocast`), or a
+      precision schedule lowers `fun`.
 
   Warns:
     UserWarning: when called, if an operation, such as a kernel, holds a program

@@ -9,6 +9,7 @@ from typing import TypeVar
 from jax.extend import core
 
 from optax_lossscale._autocast import levels
+from optax_lossscale._base import formats
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._jaxpr import scopes
@@ -24,14 +25,12 @@ _R = TypeVar("_R")
 def in_full_precision(
   fun: Callable[_P, _R], *, keeps_products: bool
 ) -> Callable[_P, _R]:
-  """Wraps `fun` so that it raises if part of it runs in low precision.
+  """Wraps `fun` so that it raises if part of it runs in low precision."""
 
-  Calling `autocast` inside `fun` raises an error. Unless `keeps_products`, so
-  does a product below float32. Such a product shows that a layer or parameters
-  have a low dtype, or that jit traced a function under `autocast` earlier.
-  Other values in low precision, such as stored images, are allowed.
-  """
-
+  # Unless `keeps_products`, a product below float32 is such a part. It shows
+  # that a layer or parameters have a low dtype, or that jit traced a function
+  # under `autocast` earlier. Other values in low precision, such as stored
+  # images, are allowed.
   @functools.wraps(fun)
   def checked_fun(*args: _P.args, **kwargs: _P.kwargs) -> _R:
     recording = interpreter.record(without_autocast(fun), args, kwargs)
@@ -69,7 +68,7 @@ def _check_products(jaxpr: core.Jaxpr) -> None:
   for scope, equation, _ in scopes.operations(jaxpr):
     name = operation_table.name_of(equation)
     dtype = operation_table.dtype_of(equation)
-    if name in levels.PRODUCTS and operation_table.is_low(dtype):
+    if name in levels.PRODUCTS and formats.is_low(dtype):
       raise ValueError(
         "`loss_fn` must be in full precision, since training ends in full "
         f"precision, got {name!r} below float32"

@@ -16,22 +16,16 @@ import enum
 import functools
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base.arguments import shown
+from optax_lossscale._base.formats import FLOAT8
+from optax_lossscale._base.formats import FLOAT32
+from optax_lossscale._base.formats import is_float8
+from optax_lossscale._base.formats import LOW
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._jaxpr import scopes
-
-FLOAT32 = np.dtype(np.float32)
-_LOW = ("float16", "bfloat16")
-_DTYPES = (*_LOW, "float32")
-# The formats of operands, each with that of gradients, which has more range.
-FLOAT8 = {
-  "float8_e4m3fn": np.dtype(jnp.float8_e5m2),
-  "float8_e4m3fnuz": np.dtype(jnp.float8_e5m2fnuz),
-}
 
 # Hardware computes matrix products and convolutions many times faster in low
 # precision, while accumulating in float32. Other systems also list
@@ -159,6 +153,11 @@ class Formats(NamedTuple):
   gradients: np.dtype
   result: np.dtype | None  # None for the low-precision dtype.
 
+  @property
+  def in_float8(self) -> bool:
+    """Whether the operands have scales."""
+    return is_float8(self.operands)
+
   def in_16_bits(self, dtype: np.dtype) -> "Formats | None":
     """Returns those of a product that stays in `dtype`; None if all are it."""
     if self.result is None:
@@ -174,10 +173,8 @@ Overrides = tuple[tuple[str, np.dtype | None], ...]
 def find_override(
   overrides: Overrides, scope: str
 ) -> tuple[str, np.dtype | None] | None:
-  """Returns the override that counts in a scope: the longest that matches.
-
-  Of two as long, "a" counts rather than "*".
-  """
+  """Returns the override that counts in a scope: the longest that matches."""
+  # Of two as long, "a" counts rather than "*".
   found = [x for x in overrides if scopes.matches(scope, x[0])]
   return max(found, key=lambda x: (len(x[0]), -x[0].count("*")), default=None)
 
@@ -336,7 +333,7 @@ def make_recipe(
   found = find_level(level)
   return Recipe(
     level=found._replace(listed={**found.listed, **edits}),
-    dtype=_check_dtype("dtype", dtype, _LOW),
+    dtype=_check_dtype("dtype", dtype, LOW),
     overrides=tuple(
       (x, value if value is None else _check_override(x, value))
       for x, value in overrides.items()
@@ -385,7 +382,7 @@ def _check_dtype(name: str, dtype: object, known: Collection[str]) -> np.dtype:
 
 def _check_override(pattern: str, value: object) -> np.dtype:
   name = f"overrides[{shown(pattern)}]"
-  return _check_dtype(name, value, (*_DTYPES, *FLOAT8))
+  return _check_dtype(name, value, (*LOW, "float32", *FLOAT8))
 
 
 def _check_dot_dtype(value: object) -> tuple[np.dtype, np.dtype]:
@@ -402,11 +399,6 @@ def _check_dot_dtype(value: object) -> tuple[np.dtype, np.dtype]:
     return operands, np.dtype(wide)
   gradients = _check_dtype("dot_dtype[1]", pair[1], (operands.name, wide.name))
   return operands, gradients
-
-
-def is_float8(dtype: np.dtype) -> bool:
-  """Returns whether products in a format have scales."""
-  return jnp.finfo(dtype).bits == 8
 
 
 def _check_operations(operations: object) -> dict[str, Treatment]:

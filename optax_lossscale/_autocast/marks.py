@@ -20,6 +20,7 @@ import numpy as np
 
 from optax_lossscale._autocast import levels
 from optax_lossscale._base import arguments
+from optax_lossscale._base.formats import FLOAT32
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import scopes
 
@@ -101,20 +102,20 @@ def cast_inputs(
   @functools.wraps(fun)
   def marked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
     dtypes = _around.value
-    if dtypes in (None, (levels.FLOAT32,)):
+    if dtypes in (None, (FLOAT32,)):
       return fun(*args, **kwargs)
     bound = signature.bind(*args, **kwargs).arguments
     given = {x: bound[x] for x in names if x in bound}
     found = {*map(_dtype_of, jax.tree.leaves(given, is_leaf=_is_nnx))}
 
     def run(dtype: np.dtype) -> _R:
-      if np.dtype("float64") in found and dtype != levels.FLOAT32:
+      if np.dtype("float64") in found and dtype != FLOAT32:
         raise TypeError(
           f"`cast_inputs` marks `{title}`, so under autocast its arguments "
           "must be float32, got float64; convert them, or leave them out of "
           "`argnums`."
         )
-      converted = _convert(given, levels.FLOAT32, dtype)
+      converted = _convert(given, FLOAT32, dtype)
       changed = inspect.BoundArguments(signature, {**bound, **converted})
       try:
         with scopes.mark(scopes.KERNEL):
@@ -125,10 +126,10 @@ def cast_inputs(
           "autocast."
         )
         raise
-      if levels.FLOAT32 not in found:
+      if FLOAT32 not in found:
         return outputs
       with scopes.mark(scopes.RESTORED):
-        return _convert(outputs, dtype, levels.FLOAT32)
+        return _convert(outputs, dtype, FLOAT32)
 
     if len(dtypes) == 1:
       return run(dtypes[0])

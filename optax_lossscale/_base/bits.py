@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 from jax.typing import DTypeLike
 import numpy as np
 
+from optax_lossscale._base import formats
 from optax_lossscale._base import siblings
 
 # Takes arrays, and returns the largest bits.
@@ -50,15 +51,9 @@ _LONGEST_ROW = 2**13
 _SHORTEST_PART = 64
 
 
-def carrier(dtype: DTypeLike) -> DTypeLike:
-  """Returns the dtype in which to read a real dtype's bits."""
-  # The 8-bit formats differ in how they encode NaN; float32 can hold them all.
-  return jnp.float32 if jnp.finfo(dtype).bits < 16 else dtype
-
-
 def carried(x: jax.Array) -> jax.Array:
   """Returns a real array in its carrier, rounded to its own dtype."""
-  wide = carrier(x.dtype)
+  wide = formats.carrier(x.dtype)
   # `rounded` would keep the sign and the 0 that float8_e8m0fnu does not have.
   if wide == x.dtype or x.dtype == jnp.float8_e8m0fnu:
     return x.astype(wide)
@@ -67,7 +62,7 @@ def carried(x: jax.Array) -> jax.Array:
 
 def held(x: jax.Array) -> jax.Array:
   """Returns a real array whose rounding to its own dtype XLA keeps."""
-  if jnp.finfo(x.dtype).bits >= 32:
+  if not formats.is_low(x.dtype):
     return x
   return rounded(x.astype(jnp.float32), x.dtype).astype(x.dtype)
 
@@ -123,7 +118,7 @@ def amax(
   read once it is computed, and only about 1/32 of it need be kept. A GPU reads
   arrays that may be sharded by fewer kernels if there is any `scale`.
   """
-  dtype = carrier(arrays[0].dtype)
+  dtype = formats.carrier(arrays[0].dtype)
   arrays = [carried(x) for x in arrays]
   ways = _ways(arrays, in_order, scale)
   if len(ways) == 1:
@@ -203,7 +198,7 @@ def reaching(update: jax.Array, param: jax.Array) -> jax.Array:
   It is finite if the parameter and the update are.
   """
   wide = rounded(param.astype(update.dtype), param.dtype)
-  largest = float(jnp.finfo(param.dtype).max)
+  largest = formats.largest(param.dtype)
   target = within(wide + update, largest, wide, update)
   nearest = rounded(target, param.dtype)
   found = update_to(nearest, wide, param.dtype)
@@ -429,13 +424,6 @@ def _first(x: jax.Array) -> jax.Array:
   return lax.index_in_dim(x, 0, keepdims=False)
 
 
-def limit(own: DTypeLike, dtype: DTypeLike | None) -> float:
-  """Returns the largest value that is finite in `own` and, if set, `dtype`."""
-  # An array narrower than the computation overflows at its own limit.
-  dtypes = [own] if dtype is None else [own, dtype]
-  return min(float(jnp.finfo(dtype).max) for dtype in dtypes)
-
-
 def reached(x: ArrayLike, limit: float, *, inclusive: bool) -> jax.Array:
   """Returns bool[...], True where |x| is above `limit`, or NaN.
 
@@ -446,7 +434,7 @@ def reached(x: ArrayLike, limit: float, *, inclusive: bool) -> jax.Array:
   if jnp.iscomplexobj(x):
     parts = (reached(y, limit, inclusive=inclusive) for y in (x.real, x.imag))
     return jnp.logical_or(*parts)
-  dtype = np.dtype(carrier(x.dtype))
+  dtype = np.dtype(formats.carrier(x.dtype))
   first = np.array(limit, dtype)
   bits = first.view(f"uint{8 * dtype.itemsize}")
   # The dtype may round the limit up or down. Compare as Python floats, since
@@ -475,16 +463,3 @@ def log2(x: jax.Array) -> jax.Array:
   mantissa, exponent = jnp.frexp(x)
   # A power of two has the mantissa 0.5; 0 and inf are their own mantissas.
   return exponent.astype(x.dtype) + jnp.log2(mantissa)
-
-
-def part_dtype(aval: object) -> np.dtype | None:
-  """Returns the dtype of a floating value or its complex parts; else None."""
-  dtype = getattr(aval, "dtype", None)
-  if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
-    return None
-  return np.dtype(jnp.finfo(dtype).dtype)
-
-
-def has_inf(dtype: DTypeLike) -> bool:
-  """Returns whether a floating dtype can hold inf."""
-  return bool(np.isinf(np.array(np.inf).astype(dtype).astype(np.float64)))

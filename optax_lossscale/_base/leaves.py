@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from optax_lossscale._base import bits
+from optax_lossscale._base import formats
 from optax_lossscale._base import promises
 from optax_lossscale._base.arguments import shown
 
@@ -125,10 +126,8 @@ def merge(mask: object, kept: Tree, left_out: object) -> Tree:
 
 
 def at_least_float32(dtype: DTypeLike) -> DTypeLike:
-  """Returns float32 for a narrower real dtype, and other dtypes unchanged."""
-  if jnp.issubdtype(dtype, jnp.complexfloating):
-    return dtype
-  return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
+  """Returns float32 for a narrower dtype, and other dtypes unchanged."""
+  return jnp.float32 if formats.is_low(dtype) else dtype
 
 
 def widen(tree: Tree) -> Tree:
@@ -193,7 +192,9 @@ def narrow_like(
   def narrow_leaf(update: object, param: object) -> object:
     if not (is_real(update) and is_real(param)):
       return update
-    is_narrower = param.dtype.itemsize < min(update.dtype.itemsize, 4)
+    is_narrower = formats.is_low(param.dtype) and (
+      param.dtype.itemsize < update.dtype.itemsize
+    )
     if to_sums and is_narrower and update.shape == param.shape:
       return bits.reaching(update, param)
     update = jnp.asarray(update, param.dtype)

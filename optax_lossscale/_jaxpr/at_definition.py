@@ -51,11 +51,9 @@ def select_at_definition(
 def find_definitions(
   jaxpr: core.Jaxpr, olds: Sequence[jax.Array | None]
 ) -> dict[core.Var, jax.Array]:
-  """Returns the old value of each output that can be selected at definition.
-
-  Inputs and constants have no definition, and a variable that is two outputs
-  has only one old value. These outputs are selected after the update.
-  """
+  """Returns the old value of each output that can be selected at definition."""
+  # Inputs and constants have no definition, and a variable that is two outputs
+  # has only one old value. These outputs are selected after the update.
   defined = {
     variable for equation in jaxpr.eqns for variable in equation.outvars
   }

@@ -128,11 +128,9 @@ def is_by_platform(equation: core.JaxprEqn) -> bool:
 
 
 def transparent_body(equation: core.JaxprEqn) -> core.Jaxpr | None:
-  """Returns the jaxpr of an equation that merely calls it, or else None.
-
-  Also returns None for a jitted function that places its values, because the
-  placement would be lost if its equations were evaluated one by one.
-  """
+  """Returns the jaxpr of an equation that merely calls it, or else None."""
+  # A jitted function that places its values is no mere call: the placement
+  # would be lost if its equations were evaluated one by one.
   get = equation.params.get
   shardings = *get("in_shardings", ()), *get("out_shardings", ())
   layouts = *get("in_layouts", ()), *get("out_layouts", ())

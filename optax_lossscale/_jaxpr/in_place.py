@@ -15,14 +15,12 @@ _CONTAINER_KEYS = (jax.tree_util.DictKey, jax.tree_util.SequenceKey)
 
 
 def check_unchanged(before: Sequence[object], arguments: object) -> None:
-  """Raises if a function has changed an object among its arguments.
-
-  The function may change a dict or list, since it has been given a copy.
-  """
+  """Raises if a function has changed an object among its arguments."""
   known = {id(array) for array in before}
   for path, leaf in jax.tree.leaves_with_path(arguments):
     is_new = isinstance(leaf, jax.Array) and id(leaf) not in known
-    # Skip the last key, which may only lead from a box to the array in it.
+    # It may change a dict or list, since it has been given a copy. Skip the
+    # last key, which may only lead from a box to the array in it.
     if is_new and not all(isinstance(x, _CONTAINER_KEYS) for x in path[:-1]):
       raise ValueError(
         "`fun` must not change its arguments in place, since the change would "

@@ -71,10 +71,8 @@ class Recording(NamedTuple):
     return [jnp.asarray(x) for x in outputs]
 
   def result(self, outputs: Sequence[ArrayLike]) -> Any:
-    """Returns the function's result, made from its flat outputs.
-
-    All leaves are arrays, as under jit, even if the function returns a number.
-    """
+    """Returns the function's result, made from its flat outputs."""
+    # All leaves are arrays, as under jit, even if the function made a number.
     return jax.tree.unflatten(self.treedef, [jnp.asarray(x) for x in outputs])
 
 
@@ -116,21 +114,17 @@ def record(
 
 
 def is_staged() -> bool:
-  """Returns whether JAX is tracing a function in order to compile it.
-
-  This is true under jit, scan and the like, but not under an eager grad or
-  vmap, where each operation runs immediately.
-  """
+  """Returns whether JAX is tracing a function in order to compile it."""
+  # This is true under jit, scan and the like, but not under an eager grad or
+  # vmap, where each operation runs immediately.
   with jax.transfer_guard("allow"):  # Outside jit the new array is a transfer.
     return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def is_recording() -> bool:
-  """Returns whether the function being traced is evaluated now and only once.
-
-  This is true while an eager `record` calls the function, but not in functions
-  that the function calls under jit, since JAX keeps their traces.
-  """
+  """Returns whether the traced function is evaluated now and only once."""
+  # This is true while an eager `record` calls the function, but not in what the
+  # function calls under jit, since JAX keeps those traces.
   return bool(_recorded.get() == core.get_opaque_trace_state())
 
 
@@ -200,10 +194,8 @@ def inside(call: core.JaxprEqn) -> Iterator[None]:
 
 @contextlib.contextmanager
 def context(equation: core.JaxprEqn) -> Iterator[None]:
-  """Restores the scopes, settings and source lines of an equation.
-
-  Profilers and errors then point to the user's lines.
-  """
+  """Restores the scopes, settings and source lines of an equation."""
+  # Profilers and errors then point to the user's lines.
   scope = str(equation.source_info.name_stack)
   with (
     equation.ctx.manager,

@@ -9,9 +9,9 @@ import jax
 from jax.extend import core
 from jax.extend.core import primitives
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 import numpy as np
 
+from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
 
 
@@ -120,10 +120,7 @@ def is_opaque(equation: core.JaxprEqn) -> bool:
 
 
 def name_of(equation: core.JaxprEqn) -> str:
-  """Returns the name of an operation's primitive, or a more specific name.
-
-  `autocast` uses this name, which equivalent ways to write an operation share.
-  """
+  """Returns a name that equivalent ways to write an operation share."""
   name, inputs = equation.primitive.name, equation.invars
   if name == "integer_pow":
     return _POWERS.get(equation.params["y"], name)
@@ -150,21 +147,13 @@ def dtype_of(equation: core.JaxprEqn) -> np.dtype | None:
 
   # The sum of numbers in low precision may have a wider dtype than they do.
   taken, given = widest(equation.invars), widest(equation.outvars)
-  return taken if given is not None and is_low(taken) else given
-
-
-def is_low(dtype: DTypeLike | None) -> bool:
-  """Returns whether a floating dtype is below float32; False for None."""
-  return dtype is not None and np.dtype(dtype).itemsize < 4
+  return taken if given is not None and formats.is_low(taken) else given
 
 
 def undefined(
   equation: core.JaxprEqn, inputs: Sequence[jax.Array]
 ) -> jax.Array | np.ndarray:
-  """Returns where an operation has no finite value in any dtype.
-
-  The answer is meaningful only where the operation's result is non-finite.
-  """
+  """Returns where an operation with a non-finite result has no finite one."""
   name = equation.primitive.name
   if name in BOUNDED:
     is_bounded = name not in _REAL_BOUNDED or not _is_complex(inputs[0])

@@ -110,10 +110,8 @@ def ancestors(scope: str) -> list[str]:
 
 
 def matches(scope: str, pattern: str) -> bool:
-  """Returns whether a pattern matches a scope or a scope around it.
-
-  "*" matches everything, what is in no scope too.
-  """
+  """Returns whether a pattern matches a scope or a scope around it."""
+  # "*" also matches operations in no scope.
   return any(_is_like(x, pattern) for x in ancestors(scope) or [""])
 
 

@@ -22,10 +22,8 @@ _LIBRARIES = (
 
 
 def user_line(equations: Sequence[core.JaxprEqn]) -> str | None:
-  """Returns the user's line of code as "file:line", or the line nearest to it.
-
-  The operation comes last, after the calls around it, outermost first.
-  """
+  """Returns the user's line of code, or the nearest one, as "file:line"."""
+  # The operation comes last, after the calls around it, outermost first.
   *around, equation = equations
   frames = _frames(equation)
   for call in reversed(around):

@@ -44,11 +44,8 @@ class CountingRule:
     equation: core.JaxprEqn,
     inputs: Sequence[Array],
   ) -> _Counted:
-    """Returns the outputs of an operation, and its count.
-
-    `around` holds the equations that contain the operation, outermost first.
-    """
-    del around
+    """Returns the outputs of an operation, and its count."""
+    del around  # The equations that contain the operation, outermost first.
     return interpreter.bind(equation, inputs), self.zero
 
   def join(self, counts: Sequence[ArrayTree]) -> ArrayTree:
@@ -90,12 +87,10 @@ def evaluate(
   consts: Sequence[Array] | None = None,
   around: tuple[core.JaxprEqn, ...] = (),
 ) -> tuple[list[Array], Any]:
-  """Returns the outputs of a jaxpr, and what `rule` counted in all of it.
-
-  Custom derivative rules are lost, because a function that has one is evaluated
-  without it. Evaluate the differentiated function instead. Custom `vmap` rules
-  are also lost, so apply `vmap` first.
-  """
+  """Returns the outputs of a jaxpr, and what `rule` counted in all of it."""
+  # Custom derivative rules are lost, because a function that has one is
+  # evaluated without it. Evaluate the differentiated function instead. Custom
+  # `vmap` rules are also lost, so apply `vmap` first.
   counts = []
 
   def apply(
@@ -172,10 +167,8 @@ def in_place(
   interpret: Interpret[Value],
   change: Callable[[Callable[[Array], Array], Any], Any] = lambda f, x: f(x),
 ) -> list[Value]:
-  """Returns the outputs of an equation by evaluating its only body instead.
-
-  `change` applies a function of one array to an input or output.
-  """
+  """Returns the outputs of an equation by evaluating its only body instead."""
+  # `change` applies a function of one array to an input or output.
   parameters = equation.params
   form = calls.form(equation)
   (body,) = calls.bodies(equation)
@@ -369,11 +362,9 @@ def _varying(zero: Tree) -> Tree:
 
 
 def on_this_mesh(count: jax.Array) -> jax.Array:
-  """Moves a count that was made on another mesh to the current one.
-
-  Inside `jax.sharding.auto_axes` and the like, the mesh has axes of other types
-  than outside, and the type of a count includes its mesh.
-  """
+  """Moves a count that was made on another mesh to the current one."""
+  # Inside `jax.sharding.auto_axes` and the like, the mesh has axes of other
+  # types than outside, and the type of a count includes its mesh.
   mesh = jax.sharding.get_abstract_mesh()
   mesh_there = jax.typeof(count).sharding.mesh
   if mesh.empty or mesh_there.empty or mesh_there == mesh:

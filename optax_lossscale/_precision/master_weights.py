@@ -12,18 +12,18 @@ import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
+from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
 from optax_lossscale._precision import narrow_parameters
 from optax_lossscale._precision import rounding
 from optax_lossscale._step import requirements
-from optax_lossscale._step import states as _states
+from optax_lossscale._step import states
 
 _NAME = "master_weights"
 _REST = 'master_weights(..., store="remainder")'
 
 
-@_states.keeps_copies
-@narrow_parameters.owner
+@states.stores("copies")
 class MasterWeightsState(NamedTuple):
   """State of `master_weights`: the masters and the inner optimizer's state.
 
@@ -57,8 +57,7 @@ class MasterWeightsState(NamedTuple):
     return _wide(_COPY, self.master, params)
 
 
-@_states.sees_narrow
-@narrow_parameters.owner
+@states.stores("narrow")
 class RemainderState(NamedTuple):
   """State of `master_weights` with `store="remainder"`.
 
@@ -96,12 +95,10 @@ def master_weights(
 
   With `store="remainder"` the master is the parameter together with 16 more
   bits, which are 0 at first, so that it takes 2 bytes of state instead of 4.
-  The parameter is then the number nearest to the master, away from zero if two
-  are. With bfloat16 that is every bit of float32. With float16 it is too above
+  With bfloat16 that is every bit of float32. With float16 it is too above
   2**-17, and below it the master is a multiple of 2**-40. If no update leads to
   the number nearest to a master, the master itself stops at the nearest value
-  that the remainder can hold, less than 1 % of the update away. No update is
-  larger than the largest value, so the rest of a longer way is lost.
+  that the remainder can hold, less than 1 % of the update away.
 
   A parameter stops at the largest value of its dtype, and so does the master,
   unless it is a copy. Finite masters and updates never make a parameter inf.
@@ -163,7 +160,7 @@ def master_weights(
   """
   inner = requirements.as_optimizer("inner", inner)
   dtype = arguments.check_dtype("dtype", dtype, example="jnp.float32")
-  if jnp.finfo(dtype).bits < 32:
+  if formats.is_low(dtype):
     raise ValueError(
       "`dtype` must be at least as wide as float32, since small updates are to "
       f"add up in it, got {dtype}; parameters keep the dtype that they have."
@@ -250,17 +247,15 @@ def _first_remainder(x: object) -> object:
 def _move_copy(
   _: jax.Array, master: jax.Array, param: jax.Array, skipped: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the update that takes a parameter to its next master's rounding.
-
-  The result depends only on the next master, not on the old master or the
-  update, so XLA can update the master in place.
-  """
+  """Returns the update that takes a parameter to its next master's rounding."""
+  # It depends only on the next master, not on the old master or the update, so
+  # XLA can update the master in place.
   # A parameter that was cast in this program must be seen as it is stored.
   wide = bits.rounded(_convert(param, master.dtype), param.dtype)
   # Around this wrapper, `loss_scaling` gets the way in float32 and does the
   # rest, so the rest is the same here.
   dtype = leaves.at_least_float32(param.dtype)
-  way = bits.within(master - wide, float(jnp.finfo(dtype).max), master, wide)
+  way = bits.within(master - wide, formats.largest(dtype), master, wide)
   way = jnp.where(
     skipped | (master == wide), jnp.asarray(-0.0, master.dtype), way
   )

@@ -1,57 +1,40 @@
 """Updates narrow parameters that stand for wider values.
 
-The inner optimizer gets each narrow parameter as the wide value that it stands
-for, and float32 gradients. A store says how a parameter stands for that value.
+The inner optimizer gets those wide values, and float32 gradients.
 """
 
 from collections.abc import Callable
 from collections.abc import Mapping
 import functools
 from typing import NamedTuple
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_lossscale._base import bits
+from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees as _trees
 from optax_lossscale._step import states
 
 
 class Store(NamedTuple):
-  """How parameters stand for wide values, by functions of one leaf.
+  """How parameters stand for wide values, by functions of one leaf."""
 
-  A masked node is kept for a leaf that stands for itself.
-
-  Attributes:
-    read: returns the wide value from what is kept and the parameter.
-    move: returns the update and what is kept next, from what is kept, the next
-      wide value, the parameter, and whether the step is skipped.
-  """
-
+  # A masked node is kept for a leaf that stands for itself.
+  # Returns the wide value from what is kept and the parameter.
   read: Callable[[jax.Array, jax.Array], jax.Array]
+  # Returns the update and what is kept next, from what is kept, the next wide
+  # value, the parameter, and whether the step is skipped.
   move: Callable[
     [jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]
   ]
 
 
-# The states of what wraps an optimizer by `init` and `update` below.
-_OWNERS: set[type] = set()
-_Kind = TypeVar("_Kind", bound=type)
-
-
-def owner(kind: _Kind) -> _Kind:
-  """Marks the state of what stores parameters in its own way."""
-  _OWNERS.add(kind)
-  return kind
-
-
-def refuse_owners(inner_state: optax.OptState, name: str, remedy: str) -> None:
+def refuse_stores(inner_state: optax.OptState, name: str, remedy: str) -> None:
   """Raises if what `name` wraps stores parameters in a way of its own."""
-  is_owner = lambda x: type(x) in _OWNERS  # noqa: E731
-  if any(map(is_owner, jax.tree.leaves(inner_state, is_leaf=is_owner))):
+  if states.stores_in(inner_state):
     raise ValueError(
       f"`inner` of `{name}` must not contain `master_weights` or "
       f"`stochastic_rounding`, got one of them; {remedy}."
@@ -73,7 +56,7 @@ def init(
   inner_state = inner.init(kept)
   if kept is not wide and states.find_states(inner_state):
     inner_state = inner.init(wide)  # `loss_scaling` masks these itself.
-  refuse_owners(inner_state, name, "one way to store parameters is enough")
+  refuse_stores(inner_state, name, "one way to store parameters is enough")
   return kept, leaves.as_arrays(inner_state)
 
 
@@ -103,7 +86,7 @@ def update(
   def read(kept: jax.Array, param: jax.Array) -> jax.Array:
     if not is_absent(kept):
       return store.read(kept, param)
-    if not scales and leaves.is_real(param) and param.dtype.itemsize < 4:
+    if not scales and leaves.is_real(param) and formats.is_low(param.dtype):
       raise ValueError(
         "`tx.init` must be given the parameters in the dtypes that `update` "
         f"gets, got one in {param.dtype} that was wider then."
@@ -123,7 +106,7 @@ def update(
       return _Moved(update, kept)
     target = jnp.asarray(optax.apply_updates(wide, update))
     # Finite numbers may have a sum beyond the largest float32.
-    largest = float(jnp.finfo(target.dtype).max)
+    largest = formats.largest(target.dtype)
     target = bits.within(target, largest, wide, update)
     # Select instead of adding -0.0, which may flush a subnormal master to 0.
     target = jnp.where(skipped, wide, target)

@@ -17,12 +17,12 @@ import numpy as np
 from optax_lossscale._autocast import levels
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._base import arguments
+from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._jaxpr import in_place
 
-_LOW = ("float16", "bfloat16")
 FIELDS = ("param_dtype", "compute_dtype", "output_dtype")
 
 _P = ParamSpec("_P")
@@ -80,7 +80,7 @@ class Policy:
     if self.level is None:
       return
     levels.find_level(self.level)
-    if self.level != "O0" and _name(self.compute_dtype) not in _LOW:
+    if self.level != "O0" and _name(self.compute_dtype) not in formats.LOW:
       raise ValueError(
         "`compute_dtype` must be float16 or bfloat16 at level "
         f"{self.level!r}, got {_name(self.compute_dtype)}; take one of these, "

@@ -21,6 +21,7 @@ from optax_lossscale._autocast import full_precision
 from optax_lossscale._autocast import levels
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._base import arguments
+from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
 from optax_lossscale._base import promises
 from optax_lossscale._jaxpr import interpreter
@@ -504,11 +505,9 @@ def _compare(
 
 
 def _round_down(limit: fractions.Fraction, dtype: np.dtype) -> np.floating:
-  """Returns the largest number of a dtype that is not above a positive limit.
-
-  A number of that dtype is at most the limit iff it is at most this result.
-  """
-  largest = fractions.Fraction(float(jnp.finfo(dtype).max))
+  """Returns the largest number of a dtype that is not above a limit."""
+  # A number of that dtype is at most the limit iff it is at most this result.
+  largest = fractions.Fraction(formats.largest(dtype))
   nearest = dtype.type(float(min(limit, largest)))
   is_above = fractions.Fraction(float(nearest)) > limit
   return np.nextafter(nearest, dtype.type(0)) if is_above else nearest

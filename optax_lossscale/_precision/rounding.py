@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 import numpy as np
 
 from optax_lossscale._base import bits
+from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
 
 _HALF = 1 << 15
@@ -58,10 +59,8 @@ def is_narrow(x: object, name: str) -> TypeGuard[jax.Array]:
 
 
 def seen(param: jax.Array) -> jax.Array:
-  """Returns a parameter in float32, as it is stored.
-
-  It may have been cast in this program, and XLA might use what was cast.
-  """
+  """Returns a parameter in float32, as it is stored."""
+  # It may have been cast in this program, and XLA might use what was cast.
   return bits.rounded(param.astype(jnp.float32), param.dtype)
 
 
@@ -73,11 +72,9 @@ def largest_master(dtype: DTypeLike) -> float:
 
 
 def nearest(master: jax.Array, dtype: DTypeLike) -> jax.Array:
-  """Returns the parameter nearest to a master, in float32.
-
-  Halves are rounded away from zero. If they were rounded to even, a parameter
-  would have 2**16 + 1 masters, one more than a remainder can count.
-  """
+  """Returns the parameter nearest to a master, in float32."""
+  # Halves are rounded away from zero. If they were rounded to even, a parameter
+  # would have 2**16 + 1 masters, one more than a remainder can count.
   if dtype == jnp.bfloat16:
     magnitude, is_negative = _split(master)
     rounded = (magnitude + _HALF) & ~0xFFFF
@@ -175,18 +172,17 @@ def stochastic_update(
 ) -> jax.Array:
   """Returns what takes a parameter near to a target, and in the mean to it.
 
-  A sum is rounded to the nearest number, so the update must be such that
-  rounding changes nothing. There is one for both neighbors of a target within
-  a factor of two of the parameter. Farther away the sum may reach only each
-  second number or fewer; of these it takes two that have the target in between.
-
   Args:
     target: float32.
     param: the parameter, in float32.
     dtype: the parameter's own, float16 or bfloat16.
     chance: float32 in [0, 1), like the target, evenly spread.
   """
-  largest = float(jnp.finfo(dtype).max)
+  # A sum is rounded to the nearest number, so the update must be such that
+  # rounding changes nothing. There is one for both neighbors of a target within
+  # a factor of two of the parameter. Farther away the sum may reach only each
+  # second number or fewer; of these it takes two with the target in between.
+  largest = formats.largest(dtype)
   goal = bits.within(target, largest)
   low, high = neighbors(goal, dtype)
   # The sum is at most `low`, as each is rounded down that is not exact.
@@ -203,11 +199,9 @@ def stochastic_update(
 
 
 def chances(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
-  """Returns evenly spread float32 in [0, 1), multiples of 2**-24.
-
-  They are a hash of the key and of each element's place. So they are computed
-  where they are used, and are the same however an array is sharded.
-  """
+  """Returns evenly spread float32 in [0, 1), multiples of 2**-24."""
+  # They are a hash of the key and of each element's place. So they are computed
+  # where they are used, and are the same however an array is sharded.
   place = jnp.zeros(shape, jnp.uint32)
   for axis, size in enumerate(shape):
     place = place * jnp.uint32(size) + lax.broadcasted_iota(
@@ -225,11 +219,9 @@ def key(*numbers: jax.typing.ArrayLike) -> jax.Array:
 
 
 def _mixed(x: jax.Array) -> jax.Array:
-  """Returns a bijection of uint32 in which every bit depends on all bits.
-
-  The constants are those of "lowbias32": Wellons, "Prospecting for hash
-  functions", 2018.
-  """
+  """Returns a bijection of uint32 in which every bit depends on all bits."""
+  # The constants are those of "lowbias32": Wellons, "Prospecting for hash
+  # functions", 2018.
   x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
   x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
   return x ^ (x >> 16)

@@ -16,7 +16,7 @@ from optax_lossscale._base.leaves import Tree
 from optax_lossscale._precision import narrow_parameters
 from optax_lossscale._precision import rounding
 from optax_lossscale._step import requirements
-from optax_lossscale._step import states as _states
+from optax_lossscale._step import states
 
 # Arrays of fewer elements save too little to be rounded.
 _SMALL = 4096
@@ -25,8 +25,7 @@ _NAME = "stochastic_rounding"
 _PARAMETERS, _STATE = 0, 1
 
 
-@_states.sees_narrow
-@narrow_parameters.owner
+@states.stores("narrow")
 class StochasticRoundingState(NamedTuple):
   """State of `stochastic_rounding`.
 
@@ -136,7 +135,7 @@ def stochastic_rounding(
     params: optax.Params | None = None,
     **extra_args: object,
   ) -> tuple[optax.Updates, StochasticRoundingState]:
-    state = _states.check_kind(state, StochasticRoundingState, "rounding_count")
+    state = states.check_kind(state, StochasticRoundingState, "rounding_count")
     count = state.rounding_count
     keys = _keys(_PARAMETERS, state.rounding_seed, count, params)
     kept = jax.tree.map(
@@ -255,7 +254,7 @@ def low_precision_state(
     state = inner.init(leaves.widen(params))
     if narrow_parameters.has_scaling(state):
       state = inner.init(params)  # `loss_scaling` widens them itself.
-    narrow_parameters.refuse_owners(
+    narrow_parameters.refuse_stores(
       state, "low_precision_state", "put it inside of that one"
     )
     state = leaves.as_arrays(state)
@@ -269,7 +268,7 @@ def low_precision_state(
     params: optax.Params | None = None,
     **extra_args: object,
   ) -> tuple[optax.Updates, LowPrecisionState]:
-    state = _states.check_kind(state, LowPrecisionState, "state_count")
+    state = states.check_kind(state, LowPrecisionState, "state_count")
     old, count = state.narrow_state, state.state_count
     # The dtype says what `init` has rounded; inside `shard_map` the size is
     # that of a shard.

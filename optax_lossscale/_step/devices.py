@@ -15,7 +15,7 @@ from jax.extend import core
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._base import bits
+from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
 from optax_lossscale._base import wiring
@@ -302,7 +302,7 @@ def average_scaled(
 
   def average_leaf(x: jax.Array) -> jax.Array:
     # Dtypes of 8 bits are too narrow for sums.
-    mean = _mean(x.astype(bits.carrier(x.dtype)), names)
+    mean = _mean(x.astype(formats.carrier(x.dtype)), names)
     # Without an overflow every gradient is finite, and so is the true mean. The
     # sum of the quotients may not be: 65504 / 3 is rounded up in float16, and
     # three times the result is inf.

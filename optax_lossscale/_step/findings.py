@@ -12,6 +12,7 @@ import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
+from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
 from optax_lossscale._base import promises
 from optax_lossscale._base import siblings
@@ -103,7 +104,7 @@ def _measure(
     # The parts of a complex number overflow separately.
     parts = bits.parts(gradient)
     own = parts[0].dtype
-    parts_of.setdefault((own, bits.limit(own, dtype)), []).extend(parts)
+    parts_of.setdefault((own, formats.limit(own, dtype)), []).extend(parts)
 
   flag = jnp.full((), False)
   if loss_scale is not None:
@@ -121,7 +122,7 @@ def _measure(
     if loss_scale is not None:
       flag |= ~jnp.isfinite(leaves.unscale(largest, loss_scale))
     amaxes.append(reasons.to_float32(largest))
-    if check.dtype is not None or own.itemsize < 4:
+    if check.dtype is not None or formats.is_low(own):
       limits.append(limit)
       shares.append(_share(amaxes[-1], limit))
   return _Measured(flag, amaxes, shares, min(limits, default=None))

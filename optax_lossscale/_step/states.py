@@ -3,6 +3,7 @@
 from collections.abc import Callable
 import functools
 from typing import Any
+from typing import Literal
 from typing import NamedTuple
 from typing import TypeGuard
 from typing import TypeVar
@@ -298,41 +299,48 @@ def find_states(tree: object) -> dict[leaves.Path, LossScalingState]:
   return {path: node for path, node in nodes if is_state(node)}
 
 
-# The states of optimizers that must see the parameters in their own dtypes.
-_SEE_NARROW: set[type] = set()
+# The attribute of a state's class that `stores` sets.
+_STORE = "_parameter_store"
 
 
-# The states of optimizers that keep wider copies of the parameters.
-_KEEP_COPIES: set[type] = set()
+def stores(how: Literal["copies", "narrow"]) -> Callable[[_Kind], _Kind]:
+  """Marks the class of a state by how its optimizer stores parameters.
+
+  "copies" are wider than the parameters. An optimizer that stores its share in
+  "narrow" parameters must see them in their own dtypes.
+  """
+
+  def mark(kind: _Kind) -> _Kind:
+    setattr(kind, _STORE, how)
+    return kind
+
+  return mark
 
 
-def keeps_copies(kind: _Kind) -> _Kind:
-  """Marks the state of an optimizer that keeps copies of the parameters."""
-  _KEEP_COPIES.add(kind)
-  return kind
+def store_of(x: object) -> str | None:
+  """Returns how the optimizer of a state stores parameters, if it is marked."""
+  return getattr(type(x), _STORE, None)
+
+
+def stores_in(tree: object) -> set[str | None]:
+  """Returns the marks of all states in a tree, which never hold each other."""
+  nodes = jax.tree.leaves(tree, is_leaf=lambda x: store_of(x) is not None)
+  return set(map(store_of, nodes)) - {None}
 
 
 def has_copies(inner_state: object) -> bool:
-  """Returns whether a state contains one of such an optimizer."""
-  is_kind = lambda x: type(x) in _KEEP_COPIES  # noqa: E731
-  return any(map(is_kind, jax.tree.leaves(inner_state, is_leaf=is_kind)))
-
-
-def sees_narrow(kind: _Kind) -> _Kind:
-  """Marks the state of an optimizer that must see parameters as they are."""
-  _SEE_NARROW.add(kind)
-  return kind
+  """Returns whether an optimizer in it keeps copies of the parameters."""
+  return "copies" in stores_in(inner_state)
 
 
 def is_narrow_state(x: object) -> bool:
-  """Returns whether x is the state of such an optimizer."""
-  return type(x) in _SEE_NARROW
+  """Returns whether x is the state of an optimizer of narrow parameters."""
+  return store_of(x) == "narrow"
 
 
 def keeps_narrow(inner_state: object) -> bool:
-  """Returns whether a state contains one of such an optimizer."""
-  nodes = jax.tree.leaves(inner_state, is_leaf=is_narrow_state)
-  return any(map(is_narrow_state, nodes))
+  """Returns whether an optimizer in it must see parameters as they are."""
+  return "narrow" in stores_in(inner_state)
 
 
 def require_states(

@@ -13,6 +13,7 @@ from jax import lax
 import jax.numpy as jnp
 
 import optax_lossscale as ols
+from optax_lossscale._base import formats
 from optax_lossscale._base.arguments import printable
 from optax_lossscale.cli import _parser
 from optax_lossscale.compiled import compiling
@@ -28,7 +29,6 @@ Whether a cast of a float32 to the dtype and back is rounded. cast back: as it
 is. barrier: with lax.optimization_barrier between both casts. bits: with the
 bits read as integers in between, and back."""
 _FATES = {True: "kept", False: "dropped", None: "unknown"}
-_NARROW = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _SIZE = "XLA's compilers take about 1.9 GB on disk. They are installed into"
 _ADVICE = {
   "float32": "Train in float32, without loss scaling.",
@@ -92,7 +92,7 @@ def _print_narrowings(targets: str) -> None:
     results = []
     for (name, way), x in zip(ways.items(), arrays, strict=True):
       with jax.named_scope(name):
-        results += [way(x.astype(y)).astype(x.dtype) for y in _NARROW]
+        results += [way(x.astype(y)).astype(x.dtype) for y in formats.NARROW]
     return results
 
   # Equal casts of one array would become one.
@@ -108,7 +108,7 @@ def _print_narrowings(targets: str) -> None:
     if step.error:
       print(f"it does not compile: {step.error}")
     kept = {(x.narrow, x.scope): x.kept for x in step.narrowings}
-    for dtype in _NARROW if kept else ():
+    for dtype in formats.NARROW if kept else ():
       found = [_FATES[kept[dtype, way]] for way in ways]
       print(f"{dtype:<15}{'  '.join(f'{x:<9}' for x in found)}".rstrip())
   print(f"\n{_WAYS}")

@@ -10,11 +10,11 @@ import warnings
 
 import optax_lossscale as ols
 from optax_lossscale import instruments
+from optax_lossscale._base import formats
 from optax_lossscale._base.arguments import printable
 from optax_lossscale.cli import _loss_scale
 from optax_lossscale.cli import _parser
 
-_DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32")
 _DEFAULT_RULES = ("dynamic", "headroom")
 _HEADER = (
   *("lost steps", "stalled steps", "headroom: mean", "least", "most"),
@@ -59,7 +59,7 @@ def add_parser(subparsers: Any) -> None:
   )
   parser.add_argument(
     "--dtype",
-    choices=_DTYPES,
+    choices=(*formats.NARROW, "float32"),
     default="float16",
     help="of the computation that was recorded (default: float16)",
   )

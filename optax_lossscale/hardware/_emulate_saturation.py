@@ -19,6 +19,7 @@ import numpy as np
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
+from optax_lossscale._base import formats
 from optax_lossscale._base import promises
 from optax_lossscale._base import switches
 from optax_lossscale._jaxpr import interpreter
@@ -111,7 +112,7 @@ def _differentiable(
     return outputs
 
   is_output = [
-    bits.part_dtype(aval) is not None for aval in recording.jaxpr.out_avals
+    formats.part_dtype(aval) is not None for aval in recording.jaxpr.out_avals
   ]
 
   def forward(
@@ -122,7 +123,7 @@ def _differentiable(
     inputs = {
       place: operand.value
       for place, operand in enumerate(operands)
-      if operand.perturbed and bits.part_dtype(operand.value) is not None
+      if operand.perturbed and formats.part_dtype(operand.value) is not None
     }
 
     def of_inputs(
@@ -181,7 +182,7 @@ class _Clamping(throughout.CountingRule):
     # A `jax.Ref` is not an array; its values are clamped when they are read.
     clamped = [
       isinstance(v.aval, jax.core.ShapedArray)
-      and bits.part_dtype(v.aval) in self.dtypes
+      and formats.part_dtype(v.aval) in self.dtypes
       for v in equation.outvars
     ]
     if not any(clamped):
@@ -189,8 +190,8 @@ class _Clamping(throughout.CountingRule):
     name = equation.primitive.name
     without_inf = [
       dtype
-      for dtype in {bits.part_dtype(v.aval) for v in equation.outvars}
-      if dtype in self.dtypes and not bits.has_inf(dtype)
+      for dtype in {formats.part_dtype(v.aval) for v in equation.outvars}
+      if dtype in self.dtypes and not formats.has_inf(dtype)
     ]
     if without_inf and name == "convert_element_type":
       # The cast would turn values that are too large into NaN, so clamp first.
@@ -220,7 +221,7 @@ def _saturate(x: jax.Array) -> jax.Array:
   # reads the bits, or what is `held`.
   if jnp.iscomplexobj(x):
     return lax.complex(_saturate(x.real), _saturate(x.imag))
-  if not bits.has_inf(x.dtype):
+  if not formats.has_inf(x.dtype):
     x = bits.held(x)
     return jnp.where(jnp.isnan(x), jnp.zeros((), x.dtype), x)
   magnitude = bits.magnitude_bits(x)
@@ -238,7 +239,7 @@ def _saturate(x: jax.Array) -> jax.Array:
 
 @promises.promise("unsaturated", assume=lambda x, dtype: x)
 def _clip(x: Array, dtype: np.dtype) -> jax.Array:
-  largest = float(jnp.finfo(dtype).max)
+  largest = formats.largest(dtype)
   return jnp.where(jnp.isnan(x), 0, jnp.clip(x, -largest, largest))
 
 

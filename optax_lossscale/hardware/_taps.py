@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._base import bits
+from optax_lossscale._base import formats
 from optax_lossscale._base import leaves as _leaves
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._base.leaves import Tree
@@ -122,7 +123,7 @@ def status_tap(
 def _count(check: checks.Check, cotangents: Sequence[jax.Array]) -> jax.Array:
   """Returns the number of elements that overflowed, as float32[]."""
   (cotangent,) = cotangents
-  limit = bits.limit(jnp.finfo(cotangent.dtype).dtype, check.dtype)
+  limit = formats.limit(jnp.finfo(cotangent.dtype).dtype, check.dtype)
   where = bits.reached(cotangent, limit, inclusive=check.saturating)
   return jnp.sum(where, dtype=jnp.float32)
 

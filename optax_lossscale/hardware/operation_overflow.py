@@ -14,6 +14,7 @@ import numpy as np
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
+from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
@@ -87,7 +88,7 @@ def find(
     reached = [
       (variable, _reached_limit(check.saturating, output))
       for variable, output in zip(equation.outvars, outputs, strict=True)
-      if _is_examined(check, bits.part_dtype(variable.aval))
+      if _is_examined(check, formats.part_dtype(variable.aval))
     ]
     if not reached:
       return []
@@ -107,11 +108,11 @@ def _by_kind(made: Array, undefined: Array) -> dict[str, Array]:
 
 def _reached_limit(saturating: bool, x: Array) -> Array:
   """Returns where `x` is non-finite or, if `saturating`, saturated."""
-  dtype = bits.part_dtype(x)
+  dtype = formats.part_dtype(x)
   # A `jax.Ref` has a dtype, but no value until it is read.
   if dtype is None or isinstance(x, jax.Ref):
     return np.zeros(np.shape(x), bool)
-  limit = float(jnp.finfo(dtype).max)
+  limit = formats.largest(dtype)
   return bits.reached(x, limit, inclusive=saturating)
 
 

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from jax.typing import DTypeLike
 
 from optax_lossscale._base import arguments
-from optax_lossscale._base import bits
+from optax_lossscale._base import formats
 from optax_lossscale._rules import base
 from optax_lossscale.rules import _amax_and_scale
 
@@ -166,7 +166,7 @@ class HeadroomLossScale(base.LossScale):
       arguments.scale_of(state), overflow, amax
     )
     fitting = _amax_and_scale.fitting_exponent(
-      amax, state.loss_scale, bits.limit(self.dtype, None)
+      amax, state.loss_scale, formats.largest(self.dtype)
     )
     fitting_exponents = jnp.where(
       jnp.arange(self.window, dtype=jnp.int32) == state.next_entry,

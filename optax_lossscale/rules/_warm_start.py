@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 from jax.typing import DTypeLike
 
 from optax_lossscale._base import arguments
-from optax_lossscale._base import bits
+from optax_lossscale._base import formats
 from optax_lossscale._base import switches
 from optax_lossscale._rules import base
 from optax_lossscale._step import requirements
@@ -142,7 +142,7 @@ class WarmStart(base.LossScale):
       arguments.scale_of(state), overflow, amax
     )
     moved = self.rule.update(state.rule_state, overflow, amax=amax)
-    limit = bits.limit(self.dtype, None)
+    limit = formats.largest(self.dtype)
     fitting = _amax_and_scale.fitting_exponent(amax, state.loss_scale, limit)
     exponent = _amax_and_scale.exponent(state.loss_scale)
     probed = jnp.where(

@@ -19,10 +19,10 @@ import optax
 
 from optax_lossscale._autocast import autocast
 from optax_lossscale._base import arguments
+from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
 from optax_lossscale._base import switches
 from optax_lossscale._jaxpr import interpreter
-from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._step import backward
 from optax_lossscale.instruments import shared
 from optax_lossscale.instruments.function import _precision_report
@@ -332,7 +332,7 @@ class Gradient:
   def low_operations(self) -> Iterator[tuple[str, str, str]]:
     """Yields scope, name and dtype of each operation below float32."""
     for scope, _, _, name, dtype in _precision_report.computing(self.jaxpr):
-      if operation_table.is_low(dtype):
+      if formats.is_low(dtype):
         yield scope, name, dtype.name
 
   def refuse_low(self, params: object) -> None:
@@ -342,7 +342,7 @@ class Gradient:
       "`loss_fn` without autocast and without low dtypes (`dtype=` of layers)"
     )
     for path, x in shared.named(params).items():
-      if operation_table.is_low(x.dtype):
+      if formats.is_low(x.dtype):
         raise ValueError(
           f"The parameters must be float32 or wider, got {x.dtype.name} at "
           f"{path!r}; {remedy}."

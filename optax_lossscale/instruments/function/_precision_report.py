@@ -17,7 +17,7 @@ import numpy as np
 
 from optax_lossscale._autocast import levels
 from optax_lossscale._base import arguments
-from optax_lossscale._base import bits
+from optax_lossscale._base import formats
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
@@ -45,7 +45,7 @@ class PrecisionReport(NamedTuple):
   @property
   def line(self) -> str:
     """One line for a log: the products, then operations by dtype and reason."""
-    low = {x: n for x, n in self.products.items() if operation_table.is_low(x)}
+    low = {x: n for x, n in self.products.items() if formats.is_low(x)}
     parts = [
       f"{n} of {sum(self.products.values())} products in {dtype}"
       for dtype, n in (low or {"low precision": 0}).items()
@@ -151,10 +151,10 @@ def _reasons(
   # Only operations that autocast may lower have a note.
   notes = map(scopes.note_on, (*around, equation))
   note = next(filter(None, notes), "") if dtype.itemsize <= 4 else ""
-  if not operation_table.is_low(dtype):
+  if not formats.is_low(dtype):
     return [note or "as written"]
   is_product = equation.primitive.name in levels.PRODUCTS
-  if is_product and levels.is_float8(dtype):
+  if is_product and formats.is_float8(dtype):
     precision = equation.params["precision"]
     is_full = precision == (lax.Precision.HIGHEST,) * 2
     return ["full accumulation" if is_full else "fast accumulation"]
@@ -163,7 +163,7 @@ def _reasons(
 
 def _dtypes(equation: core.JaxprEqn) -> list[str]:
   """Returns the float dtypes of an operation's inputs, each once."""
-  found = (bits.part_dtype(atom.aval) for atom in equation.invars)
+  found = (formats.part_dtype(atom.aval) for atom in equation.invars)
   return [*dict.fromkeys(x.name for x in found if x)]
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from optax_lossscale._autocast import autocast
 from optax_lossscale._autocast import levels
 from optax_lossscale._base import arguments
+from optax_lossscale._base import formats
 from optax_lossscale._base import switches
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._jaxpr import calls
@@ -43,8 +44,8 @@ _LEFT_OUT = 3
 # In float16 the least error at one of these S is rounding, which no S cures.
 _LOSS_SCALES = {"float16": (1.0, 2.0**10, 2.0**15)}
 
-_FLOAT32 = levels.FLOAT32
-_KNOWN = {"float16", "bfloat16", *levels.FLOAT8}
+_FLOAT32 = formats.FLOAT32
+_KNOWN = {"float16", "bfloat16", *formats.FLOAT8}
 
 # The dtype of the products in each scope.
 _Choice = Mapping[str, np.dtype]
@@ -519,7 +520,7 @@ def _check_dtypes(dtypes: Sequence[DTypeLike]) -> list[np.dtype]:
   """Returns the dtypes, those with most bits first."""
   rule = (
     "`dtypes` must be a sequence of float16 or bfloat16, of one of "
-    f"{', '.join(levels.FLOAT8)}, or of both kinds"
+    f"{', '.join(formats.FLOAT8)}, or of both kinds"
   )
   if isinstance(dtypes, str) or not isinstance(dtypes, Sequence):
     raise TypeError(f"{rule}, got {shown(dtypes)}; one dtype is [dtype].")
@@ -531,6 +532,6 @@ def _check_dtypes(dtypes: Sequence[DTypeLike]) -> list[np.dtype]:
   one_of_a_kind = len({x.itemsize for x in found}) == len(found) > 0
   if not (one_of_a_kind and {x.name for x in found} <= _KNOWN):
     raise ValueError(f"{rule}, got {names or 'none'}.")
-  if all(map(levels.is_float8, found)):
+  if all(map(formats.is_float8, found)):
     found.append(np.dtype(jnp.bfloat16))
   return sorted(found, key=lambda x: -x.itemsize)

@@ -19,6 +19,7 @@ import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits as _bits
+from optax_lossscale._base import formats as _formats
 from optax_lossscale._base import leaves
 from optax_lossscale._base import switches
 from optax_lossscale._step import checks
@@ -215,7 +216,7 @@ class LeafStats:
     return {
       path: _headroom(
         float(amax),
-        _bits.limit(dtype, _computation_dtype(check, key, path, dtype)),
+        _formats.limit(dtype, _computation_dtype(check, key, path, dtype)),
       )
       for path, key, dtype, amax in zip(
         self.paths, self._keys, self.dtypes, amaxes, strict=True
@@ -403,7 +404,7 @@ def _computation_dtype(
 @functools.partial(jax.jit, static_argnums=1)
 def _row(x: jax.Array, wide: DTypeLike) -> tuple[jax.Array, ...]:
   """Returns the row of one leaf: counts, and its amax in a wide dtype."""
-  dtype = _bits.carrier(jnp.finfo(x.dtype).dtype)
+  dtype = _formats.carrier(jnp.finfo(x.dtype).dtype)
   info = jnp.finfo(dtype)
   # The exponents of the smallest subnormal number and of the largest number.
   lowest, highest = int(info.minexp) - int(info.nmant), int(info.maxexp) - 1

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import jax
 from jax.extend import core
-import jax.numpy as jnp
 
+from optax_lossscale._base import formats
 from optax_lossscale._jaxpr import operation_table
 
 # An operation, after the calls around it, outermost first.
@@ -140,10 +140,7 @@ _UNSURE = _names("bitcast_convert_type log log1p log2 nextafter")
 # A number that guards a division, and is lost beside almost any other.
 _EPSILON = 1e-6
 # An FP8 layer clips to these before it casts, which is part of the cast.
-_FLOAT8 = [
-  float(jnp.finfo(x).max)
-  for x in _names("float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz")
-]
+_FLOAT8 = [formats.largest(x) for pair in formats.FLOAT8.items() for x in pair]
 # The signs of an operation's operands that may be such limits.
 _LIMITS = {"max": (-1, -1), "min": (1, 1), "clamp": (-1, 0, 1)}
 
