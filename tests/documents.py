@@ -111,6 +111,20 @@ def step(code, names, carry=("params", "opt_state")):
   return jax.jit(names["train_step"])
 
 
+@functools.cache
+def spike_guard():
+  """Returns the guard against spikes that the page on skipping shows.
+
+  Its functions are under their names there, as other pages use them.
+  """
+  page, title = read("docs/guides/skipping.md"), "Spikes of the gradient norm"
+  code = block(page, title, "class GuardState")
+  return run(
+    f"```python\n{code}```",
+    {"jax": jax, "jnp": jnp, "ols": ols, "optax": optax},
+  )
+
+
 class Block(NamedTuple):
   """A Python block of a page."""
 

@@ -328,7 +328,7 @@ def a_running_mean_of_the_loss():
   return checked(step, *given, carry=carry)
 
 
-GUARD = ols.experimental.SpikeGuard()
+GUARD = documents.spike_guard()
 
 
 def a_norm_that_is_still_scaled():
@@ -336,25 +336,27 @@ def a_norm_that_is_still_scaled():
   def step(params, opt_state, guard_state, batch):
     _, scaled_grads = scaled(loss_fn, opt_state)(params, batch)
     norm = optax.tree.norm(scaled_grads)
-    spike = GUARD.is_spike(guard_state, norm)
+    spike = GUARD["is_spike"](guard_state, norm)
     updates, opt_state = SCALED.update(
       scaled_grads, opt_state, params, skip=spike
     )
-    guard_state = GUARD.update(guard_state, norm, opt_state)
+    guard_state = GUARD["update_guard"](guard_state, norm, opt_state)
     return optax.apply_updates(params, updates), opt_state, guard_state
 
-  return checked(step, PARAMS, SCALED.init(PARAMS), GUARD.init(), BATCH)
+  given = PARAMS, SCALED.init(PARAMS), GUARD["init_guard"](), BATCH
+  return checked(step, *given)
 
 
 def a_loss_of_each_device():
-  def spike(guard_state, batch):
-    return GUARD.is_spike(guard_state, loss_fn(PARAMS, batch))
+  def step(opt_state, guard_state, batch):
+    spike = GUARD["is_spike"](guard_state, loss_fn(PARAMS, batch))
+    return SCALED.update(PARAMS, opt_state, PARAMS, skip=spike)
 
-  specs = jax.P(), jax.P("data")
+  specs = jax.P(), jax.P(), jax.P("data")
   mesh = support.make_mesh(data=1)
-  local = jax.shard_map(spike, mesh=mesh, in_specs=specs, out_specs=jax.P())
+  local = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=jax.P())
   with pytest.raises(ValueError) as raised:
-    jax.jit(local)(GUARD.init(), BATCH)
+    jax.jit(local)(SCALED.init(PARAMS), GUARD["init_guard"](), BATCH)
   return {ERROR: str(raised.value)}
 
 
@@ -575,7 +577,7 @@ MISTAKES = {
   ),
   "a guard on many devices": Mistake(
     a_loss_of_each_device,
-    {ERROR: "`value` must be the same on all devices that share a SpikeGuard"},
+    {ERROR: "devices that share a loss scale must skip together, got a flag"},
   ),
 }
 

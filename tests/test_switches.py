@@ -57,8 +57,6 @@ ALL = instruments.leaf_stats(PARAMS)
 STATS = jax.tree.map(OnGpu, ALL)
 APEX = presets.apex(init_scale=8.0)
 SAVED = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}}
-GUARD = ols.experimental.SpikeGuard()
-SPIKES = GUARD.init()
 
 # Functions that cannot be jitted. LARGE makes inf in float16.
 ON_HOST = {
@@ -113,8 +111,6 @@ FINITE = {
   "emulate_saturation": lambda: hardware.emulate_saturation(
     lambda x: x * x - x
   )(LARGE.astype(jnp.float16)),
-  "is_spike": lambda: GUARD.is_spike(SPIKES, 1.0),
-  "update": lambda: GUARD.update(SPIKES, 1.0, STATE),
   "metrics": lambda: ols.loss_scale_metrics(STATE),
 }
 
@@ -150,7 +146,6 @@ SWITCHES = {
     lambda: jax.debug_infs(True),
     {
       "FloatStatus": FLOAT16,
-      "SpikeGuard": "during the warm-up the limit is inf",
       "float_status": FLOAT16,
       "status_tap": FLOAT16,
     },

@@ -126,7 +126,6 @@ OBJECTS = [
   SCALING,
   SCHEDULE,
   ols.FixedLossScale(),
-  ols.experimental.SpikeGuard(warmup=2, window=4),
   ols.get_policy("float32"),
   ols.hardware.probe(),
   ols.linen.TrainState.create(apply_fn=None, params=PARAMS, tx=TX),
@@ -189,7 +188,7 @@ NO_FILE = {
 }
 STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 # Their methods take the state that their `init` makes.
-STATEFUL = ols.LossScale, ols.PrecisionSchedule, ols.experimental.SpikeGuard
+STATEFUL = ols.LossScale, ols.PrecisionSchedule
 
 
 def callables():

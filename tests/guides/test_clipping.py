@@ -43,13 +43,14 @@ def test_the_norm_is_true_and_a_spike_is_clipped_to_the_limit():
     np.testing.assert_allclose(page["norm"], optax.tree.norm(grads), rtol=1e-6)
 
     title = "Clipping to a moving limit"
-    page.run(title, 1, inner=optax.identity(), params=params)
-    guard = page["guard"]
-    for _ in range(guard.warmup):
-      state = guard.update(page["guard_state"], 1e-3, page["opt_state"])
-      page.names["guard_state"] = state
+    guard = documents.spike_guard()
+    page.run(title, 1, inner=optax.identity(), params=params, **guard)
+    state = page["guard_state"]
+    for _ in range(guard["WARMUP"]):
+      state = guard["update_guard"](state, 1e-3, page["opt_state"])
+    page.names["guard_state"] = state
     page.run(title, before=documents.BACKWARD)
-    limit = guard.limit(state)
+    limit = guard["limit"](state)
     assert 0 < limit < page["norm"]
     clipped = optax.tree.norm(page["updates"])
     np.testing.assert_allclose(clipped, limit, rtol=1e-6)

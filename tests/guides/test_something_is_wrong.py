@@ -128,14 +128,14 @@ def test_a_check_of_ones_own_is_reported(bad, capsys):
 def test_bfloat16_has_all_guards_and_a_dead_run_is_ended():
   title = "NaN in bfloat16: guard without loss scaling"
   first, step = documents.blocks(documents.section(PAGE, title))[:2]
-  names = {"inner": optax.adam(0.125), "jnp": jnp, "ols": ols, "optax": optax}
+  names = documents.spike_guard() | {"inner": optax.adam(0.125)}
   names |= {"loss_fn": loss_fn, "params": PARAMS}
   names = documents.run(f"```python\n{first}```", names)
   carry = "params", "opt_state", "guard_state"
   train_step = documents.step(step, names, carry)
   carry = [names[name] for name in carry]
   assert "bf16" in str(jax.make_jaxpr(train_step)(*carry, GOOD))
-  for _ in range(66):  # The warm-up of a `SpikeGuard`, and two more.
+  for _ in range(66):  # The warm-up of the guard, and two more.
     *carry, _ = train_step(*carry, GOOD)
   before, clean, _ = carry
   assert clean.applied_steps == 66

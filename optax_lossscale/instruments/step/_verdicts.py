@@ -58,8 +58,9 @@ HIDDEN = (
 PASSED_BY = (
   "Some gradients do not pass through loss_scaling (optax.masked or one group "
   "of a partition around it), something around it takes scaled ones "
-  "(MultiSteps, an optimizer, a SpikeGuard that is shown their norm), or "
-  f"something was added to them by hand (weight decay, noise). {INSIDE}"
+  "(MultiSteps, an optimizer, a guard against spikes that is shown their "
+  "norm), or something was added to them by hand (weight decay, noise). "
+  f"{INSIDE}"
 )
 MOVES = (
   "A skipped step must keep the old values: new = "
