@@ -21,6 +21,7 @@ also Ascend's, returns a `PrecisionSchedule`.
 """
 
 import functools as _functools
+import importlib as _importlib
 import typing as _typing
 
 from optax_lossscale._base import doors as _doors
@@ -77,6 +78,11 @@ if not _typing.TYPE_CHECKING:
   __getattr__ = _doors.open_door(
     __name__, _ROOMS, _functools.partial(_of_preset, presets=__all__)
   )
+
+# Presets are also found by the names in checkpoints and on the command line, so
+# one brings all.
+for _room in sorted({*_ROOMS.values()}):
+  _importlib.import_module(_room, __name__)
 
 
 def __dir__() -> list[str]:

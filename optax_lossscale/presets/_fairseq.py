@@ -1,7 +1,5 @@
 """The scalers of fairseq and metaseq."""
 
-from typing import Any
-
 import numpy as np
 
 from optax_lossscale._rules.engine import Failure
@@ -10,14 +8,6 @@ from optax_lossscale.presets.declaration import Argument
 from optax_lossscale.presets.declaration import preset
 from optax_lossscale.presets.declaration import PresetLossScale
 
-_FAIRSEQ: dict[str, Any] = {
-  "init_scale": Argument("init_scale"),
-  "growth_factor": Argument("scale_factor"),
-  "growth_interval": Argument("scale_window"),
-  "growth_test": "multiple",
-  "min_scale": Argument("threshold", is_optional=True),
-  "tolerance": Argument("tolerance"),
-}
 _FAIRSEQ_KEYS: dict[str, object] = {"loss_scale": Key("S", float)}
 
 
@@ -30,7 +20,7 @@ def _just_above(bound: float) -> float:
 
 
 @preset(
-  **_FAIRSEQ,
+  growth_test="multiple",
   hold_below=Argument("min_loss_scale", _just_above),
   failure=Failure.BELOW_MINIMUM,
   saves=_FAIRSEQ_KEYS,
@@ -50,16 +40,10 @@ def fairseq(
   the steps since it last moved, are at least `tolerance`. It grows after every
   `scale_window` clean steps in a row. If S would shrink to `min_loss_scale` or
   less, fairseq ends the run; here S stays the same and `raise_if_failed`
-  raises. A checkpoint holds only S, so a resumed run restarts its counts. If
-  the factor is not a power of two, the run may end one overflow earlier or
-  later. The command line calls the arguments `--fp16-init-scale`,
-  `--fp16-scale-window`, `--fp16-scale-tolerance`, `--threshold-loss-scale` and
-  `--min-loss-scale`.
+  raises. If the factor is not a power of two, the run may end one overflow
+  earlier or later.
 
   Args:
-    init_scale: the first S; the trainer's `--fp16-init-scale` is 2**7.
-    scale_window: S grows after this many clean steps in a row; the trainer's
-      own default is 2**14 / workers / accumulated batches.
     min_loss_scale: S stays above this.
 
   Examples:
@@ -76,7 +60,8 @@ def fairseq(
 
 
 @preset(
-  **_FAIRSEQ,
+  growth_factor=Argument("scale_factor"),
+  growth_test="multiple",
   hold_below=Argument("min_loss_scale"),
   interval_factor=Argument("scale_factor"),
   saves=_FAIRSEQ_KEYS,
@@ -93,10 +78,9 @@ def metaseq(
   """Metaseq's `DynamicLossScaler`.
 
   Like `fairseq`, but `scale_window` moves with S. If S would shrink below
-  `min_loss_scale`, S stays the same and the run goes on. A checkpoint holds
-  only S, so a resumed run restarts its counts with the first window. S and the
-  window are float32 here. With a factor such as 1.1, whose windows must be
-  rounded, growth may come on a different step.
+  `min_loss_scale`, S stays the same and the run goes on. S and the window are
+  float32 here. With a factor such as 1.1, whose windows must be rounded, growth
+  may come on a different step.
 
   Args:
     scale_factor: multiplies or divides S and the window; above 1.

@@ -11,8 +11,6 @@ from optax_lossscale.presets.declaration import PresetLossScale
 
 @preset(
   init_scale=Argument("scale"),
-  growth_factor=Argument("growth_factor"),
-  backoff_factor=Argument("backoff_factor"),
   # Flax compares the count before incrementing it.
   growth_interval=Argument(
     "growth_interval", lambda steps: min(steps + 1, _arguments.LARGEST_COUNT)
@@ -55,10 +53,7 @@ def flax(
 
 @preset(
   init_scale=Argument("loss_scale"),
-  growth_factor=Argument("factor"),
-  growth_interval=Argument("period"),
   growth_test="multiple",
-  min_scale=Argument("min_loss_scale"),
   saves={
     "loss_scale": Key("S", np.float32),
     "counter": Key("window_steps", np.int32),

@@ -148,14 +148,17 @@ def counts(engine: Engine, state: Any) -> dict[str, int]:
   }
 
 
-def counters(engine: Engine, numbers: Mapping[str, Any]) -> dict[str, int]:
-  """Returns a state's counters; the inverse of `counts`."""
-  steps = numbers.get("steps", 0)
-  return {
+def counters(
+  engine: Engine, numbers: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+  """Returns a state's counters, int32[]; the inverse of `counts`."""
+  steps, largest = numbers.get("steps", 0), _arguments.LARGEST_COUNT
+  read = {
     count.counter: count.read(numbers[name], engine, steps)
     for name, count in COUNTS.items()
     if name in numbers
   }
+  return {x: jnp.int32(np.clip(n, -largest, largest)) for x, n in read.items()}
 
 
 # For systems that keep S and their counts in tensors with one element.

@@ -15,25 +15,13 @@ from optax_lossscale.presets.declaration import Argument
 from optax_lossscale.presets.declaration import preset
 from optax_lossscale.presets.declaration import PresetLossScale
 
-_MEGATRON: dict[str, Any] = {
-  "init_scale": Argument("initial_scale"),
-  "growth_factor": Argument("growth_factor"),
-  "backoff_factor": Argument("backoff_factor"),
-  "growth_interval": Argument("growth_interval"),
-  "growth_test": "equal",
-  "hysteresis": Argument("hysteresis"),
-}
 _DEEPSPEED: dict[str, Any] = {
-  "init_scale": Argument("init_scale"),
-  "growth_interval": Argument("scale_window"),
   "growth_test": "multiple",
-  "hysteresis": Argument("delayed_shift"),
   "refill": Argument(
     "consecutive_hysteresis",
     lambda consecutive: frozenset({"clean" if consecutive else "growth"}),
     _arguments.check_flag,
   ),
-  "min_scale": Argument("min_scale"),
   "failure": Failure.AT_MINIMUM,
   "notes_failure": Argument("raise_error_at_min_scale"),
   "counts_steps": True,
@@ -54,7 +42,7 @@ _DEEPSPEED_KEYS: dict[str, object] = {
 
 
 @preset(
-  **_MEGATRON,
+  growth_test="equal",
   min_scale=Argument("min_scale", check=_arguments.check_scale),
   refill=Argument(
     "refill",
@@ -82,9 +70,7 @@ def megatron(
 
   S shrinks on the `hysteresis`-th overflow since it last grew, and on each
   further overflow until it grows. Megatron's documentation says "consecutive",
-  but in its code a clean step does not reset the count. OptimizerConfig and the
-  command line call the arguments `initial_loss_scale`, `min_loss_scale`,
-  `loss_scale_window` and `hysteresis`; there the factors are always 2 and 0.5.
+  but in its code a clean step does not reset the count.
 
   Args:
     min_scale: the floor, at most `initial_scale`.
@@ -136,10 +122,7 @@ def deepspeed(
   S halves on the `delayed_shift`-th overflow since it last grew and on each
   further one. S first doubles after `scale_window` + 1 clean steps in a row,
   counted from the start or an overflow, then after each `scale_window` more. If
-  the first S is below `min_scale`, the first shrink raises it to that. The
-  config calls the arguments `initial_scale_power` (the exponent),
-  `loss_scale_window`, `min_loss_scale`, `hysteresis` and
-  `consecutive_hysteresis`.
+  the first S is below `min_scale`, the first shrink raises it to that.
 
   Examples:
     >>> rule = ols.presets.deepspeed(init_scale=8.0, scale_window=2)
@@ -150,14 +133,12 @@ def deepspeed(
     16.0
 
   References:
-    DeepSpeed 0.19.8, deepspeed/runtime/fp16/loss_scaler.py. DeepSpeed divides
-    gradients by the next step's S, halving them when S doubles.
+    DeepSpeed 0.19.8, deepspeed/runtime/fp16/loss_scaler.py.
   """
 
 
 @preset(
   **_DEEPSPEED,
-  growth_factor=Argument("scale_factor"),
   saves={**_DEEPSPEED_KEYS, "scale_factor": float},
 )
 def deepspeed_legacy(
@@ -186,8 +167,7 @@ def deepspeed_legacy(
 
 
 @preset(
-  **_MEGATRON,
-  min_scale=Argument("min_scale", is_optional=True),
+  growth_test="equal",
   max_scale=Argument(
     "max_scale",
     lambda bound: bound or math.inf,
@@ -216,8 +196,6 @@ def colossalai(
   """ColossalAI's `DynamicGradScaler`.
 
   Like `megatron`, but with a ceiling. The first S lies between the bounds.
-  ColossalAI's optimizers pass bounds of 1 and 2**32. Checkpoints do not hold
-  the counts, so a resumed run restarts them.
 
   Examples:
     >>> rule = ols.presets.colossalai(growth_interval=1, max_scale=2.0**16)

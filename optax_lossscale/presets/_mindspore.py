@@ -21,7 +21,6 @@ def _inverse(factor: float) -> float:
   init_scale=Argument("init_loss_scale", check=check_scale_from_one),
   growth_factor=Argument("scale_factor"),
   backoff_factor=Argument("scale_factor", _inverse),
-  growth_interval=Argument("scale_window"),
   growth_test="multiple",
   min_scale=1.0,
   failure=Failure.TOO_MANY_OVERFLOWS,
@@ -48,10 +47,9 @@ def mindspore(
 
   S is at least 1, from the start. It shrinks on every overflow, and grows after
   every `scale_window` clean steps in a row. After more than 1000 overflows in a
-  row MindSpore ends the run; here `raise_if_failed` raises. A published
-  tutorial passes (scale_factor, scale_window) by position, which sets the wrong
-  arguments. `Model` and `build_train_network` use the manager's update cell
-  instead: pass the same values to `mindspore_cell`.
+  row MindSpore ends the run; here `raise_if_failed` raises. `Model` and
+  `build_train_network` use the manager's update cell instead: pass the same
+  values to `mindspore_cell`.
 
   Examples:
     >>> rule = ols.presets.mindspore(scale_factor=4, scale_window=3000)
@@ -86,8 +84,6 @@ def mindspore_fixed(
 
 @preset(
   init_scale=Argument("scale_value", check=check_scale_from_one),
-  growth_factor=Argument("scale_factor"),
-  growth_interval=Argument("scale_window"),
   growth_test="multiple",
   min_scale=1.0,
   saves={
@@ -116,11 +112,9 @@ def mindspore_amp(
 
 
 @preset(
-  init_scale=Argument("loss_scale_value"),
   growth_factor=Argument("scale_factor"),
   # MindSpore inverts the factor after rounding it to float32.
   backoff_factor=Argument("scale_factor", lambda x: 1 / float(np.float32(x))),
-  growth_interval=Argument("scale_window"),
   min_scale=1.0,
   counts_steps=True,
   saves={
@@ -135,9 +129,7 @@ def mindspore_cell(
   """MindSpore's `nn.DynamicLossScaleUpdateCell`.
 
   An overflow shrinks S, or raises it to 1 if it would be less. S grows
-  `scale_window` clean steps after the last growth or overflow. A run resumed
-  with a smaller window may grow S on its first step. `Model` at O2 uses 2**24,
-  2 and 2000.
+  `scale_window` clean steps after the last growth or overflow.
 
   Examples:
     >>> rule = ols.presets.mindspore_cell(

@@ -20,6 +20,7 @@ from optax_lossscale.presets.declaration import PresetLossScale
 
 @preset(
   **_tensorflow.EXPONENTIAL,
+  growth_factor=Argument("incr_ratio"),
   growth_below=Argument("incr_ratio", lambda ratio: 3.4e38 / ratio),
   saves=_tensorflow.EXPONENTIAL_KEYS,
 )

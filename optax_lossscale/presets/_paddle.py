@@ -10,12 +10,7 @@ from optax_lossscale.presets.declaration import preset
 from optax_lossscale.presets.declaration import PresetLossScale
 
 _PADDLE: dict[str, Any] = {
-  "init_scale": Argument("init_loss_scaling"),
-  "growth_factor": Argument("incr_ratio"),
-  "backoff_factor": Argument("decr_ratio"),
-  "growth_interval": Argument("incr_every_n_steps"),
   "growth_test": "equal",
-  "hysteresis": Argument("decr_every_n_nan_or_inf"),
   "shrink_test": "equal",
   "refill": frozenset({"clean", "backoff"}),
 }

@@ -1,7 +1,5 @@
 """The scalers of PyTorch and NVIDIA Apex."""
 
-from typing import Any
-
 from optax_lossscale._base import arguments as _arguments
 from optax_lossscale._base.arguments import shown
 from optax_lossscale.presets._keys import Key
@@ -10,13 +8,6 @@ from optax_lossscale.presets.declaration import Argument
 from optax_lossscale.presets.declaration import preset
 from optax_lossscale.presets.declaration import PresetLossScale
 
-_TORCH: dict[str, Any] = {
-  "init_scale": Argument("init_scale"),
-  "growth_factor": Argument("growth_factor"),
-  "backoff_factor": Argument("backoff_factor"),
-  "growth_interval": Argument("growth_interval"),
-  "growth_test": "equal",
-}
 _TORCH_KEYS: dict[str, object] = {
   "scale": Key("S", float),
   "growth_factor": float,
@@ -46,7 +37,7 @@ def _check_two(name: str, value: object) -> float:
   return factor
 
 
-@preset(**_TORCH, enabled=Argument("enabled"), saves=_TORCH_KEYS)
+@preset(growth_test="equal", enabled=Argument("enabled"), saves=_TORCH_KEYS)
 def torch(
   *,
   init_scale: float = 2.0**16,
@@ -70,7 +61,7 @@ def torch(
   """
 
 
-@preset(**_TORCH, enabled=Argument("enabled"), saves=_TORCH_KEYS)
+@preset(growth_test="equal", enabled=Argument("enabled"), saves=_TORCH_KEYS)
 def torch_sharded(
   *,
   init_scale: float = 2.0**16,
@@ -100,13 +91,9 @@ def torch_sharded(
     _check_dynamic_or_scale,
   ),
   skip=Argument("loss_scale", lambda scale: scale == "dynamic"),
-  init_scale=Argument("init_scale"),
   growth_factor=Argument("scale_factor", check=_check_two),
   backoff_factor=0.5,
-  growth_interval=Argument("scale_window"),
   growth_test="equal",
-  min_scale=Argument("min_loss_scale", is_optional=True),
-  max_scale=Argument("max_loss_scale"),
   saves={
     "loss_scaler0/loss_scale": Key("S", float),
     "loss_scaler0/unskipped": Key("clean_steps", int),
@@ -143,8 +130,7 @@ def apex(
 
 
 @preset(
-  **_TORCH,
-  hysteresis=Argument("hysteresis"),
+  growth_test="equal",
   saves={
     **_TORCH_KEYS,
     "_hysteresis_tracker": Key("hysteresis_left", one_int32, is_read=False),
@@ -161,9 +147,8 @@ def apex_hysteresis(
   """NVIDIA Apex's kernel `update_scale_hysteresis`, as in NeMo's GradScaler.
 
   Like `torch`, but S shrinks on the `hysteresis`-th overflow in a row, and on
-  each further one until a clean step. NeMo saves the count but does not restore
-  it, because it reads a different key; nor does this preset. NeMo's
-  configuration prefixes `init_scale` and `growth_interval` with `native_amp_`.
+  each further one until a clean step. Like NeMo, this preset saves the count
+  but does not restore it.
 
   Examples:
     >>> rule = ols.presets.apex_hysteresis(init_scale=8.0, hysteresis=2)

@@ -80,16 +80,15 @@ def from_state_dict(
 
   Some dictionaries hold the system's arguments (torch, DeepSpeed, Paddle, the
   `vars` of a scaler of Flax or jmp). Others do not (Megatron, Keras): pass
-  every argument that was not at its default. Arguments that you pass override
-  those in the dictionary.
+  every argument that was not at its default.
 
   Args:
-    system: the preset's name, or a rule, whose arguments then override those in
-      the dictionary.
+    system: the preset's name, or a rule.
     state_dict: the dictionary, with the system's own keys and perhaps its
       arguments. Values may be numbers, or NumPy arrays or CPU tensors with one
       element.
-    **arguments: the preset's arguments.
+    **arguments: the preset's arguments. These, or the rule's, override those in
+      the dictionary.
 
   Returns:
     The rule that the preset returns, and the rule's state. Set the state in the
@@ -118,12 +117,6 @@ def from_state_dict(
         f"arguments are for a preset's name, got {', '.join(arguments)} with "
         f"the rule {system!r}, which has its arguments already."
       )
-    # A dictionary with `is_warm` holds the state of the `WarmStart` itself.
-    is_own = isinstance(state_dict, Mapping) and "is_warm" in state_dict
-    if _starts_preset(system) and not is_own:
-      return system, system.init()._replace(
-        rule_state=_restore(system.rule, state_dict), is_warm=jnp.full((), True)
-      )
     return system, _restore(system, state_dict)
   presets = declaration.PRESETS
   if not isinstance(system, str) or system not in presets:
@@ -147,10 +140,8 @@ def from_state_dict(
     ) from None
   saved = {x: numbers[x] for x in preset.parameters if x in numbers}
   first = preset.columns.get("init_scale")
-  if first is not None and "S" in numbers:
-    parameter = preset.parameters[first.name]
-    if parameter.default is parameter.empty:
-      saved[first.name] = numbers["S"]
+  if first and first.name in preset.required:
+    saved[first.name] = numbers["S"]
   rule = preset.function(**(saved | arguments))
   return rule, _fill(rule, numbers)
 
@@ -198,26 +189,27 @@ def _write(rule: base.LossScale, state: Any) -> dict[str, Any]:
   return written
 
 
-def _restore(rule: base.LossScale, dictionary: Mapping[str, object]) -> Any:
+def _restore(rule: base.LossScale, dictionary: object) -> Any:
   """Returns a rule's state, read from a dictionary."""
   if isinstance(rule, declaration.PresetLossScale):
     keys = _keys_of(rule)
     return _fill(rule, _read_numbers(rule.system, keys, dictionary))
+  # A dictionary with `is_warm` holds the state of the `WarmStart` itself.
+  is_own = isinstance(dictionary, Mapping) and "is_warm" in dictionary
+  if _starts_preset(rule) and not is_own:
+    rule_state = _restore(rule.rule, dictionary)
+    return rule.init()._replace(
+      rule_state=rule_state, is_warm=jnp.full((), True)
+    )
   # Copy the leaves, because several of them may be the same array.
   state = jax.tree.map(jnp.copy, rule.init())
-  own = _own_leaves(state)
-  values = _read(
-    type(rule).__name__,
-    {
-      x: _keys.LeafKey(leaf, leaf is state.loss_scale)
-      for x, leaf in own.items()
-    },
-    dictionary,
-  )
-  return jax.tree.unflatten(
-    jax.tree.structure(state),
-    [jnp.asarray(values[name], x.dtype) for name, x in own.items()],
-  )
+  own = {
+    name: _keys.LeafKey(leaf, leaf is state.loss_scale)
+    for name, leaf in _own_leaves(state).items()
+  }
+  values = _read(type(rule).__name__, own, dictionary)
+  structure = jax.tree.structure(state)
+  return jax.tree.unflatten(structure, map(jnp.asarray, values.values()))
 
 
 def _fill(
@@ -229,13 +221,7 @@ def _fill(
     state = state._replace(loss_scale=jnp.float32(numbers["S"]))
   if isinstance(rule._machine, loss_scales.FixedLossScale):
     return state
-  largest = _arguments.LARGEST_COUNT
-  return state._replace(
-    **{
-      name: jnp.int32(np.clip(count, -largest, largest))
-      for name, count in _keys.counters(rule._machine, numbers).items()
-    }
-  )
+  return state._replace(**_keys.counters(rule._machine, numbers))
 
 
 def _own_leaves(state: object) -> dict[str, jax.Array]:
@@ -254,8 +240,9 @@ def _read_numbers(
   parameters = declaration.PRESETS[system].parameters.keys() - keys
   given = {}
   if isinstance(dictionary, Mapping):
-    given = {x: y for x, y in dictionary.items() if x in parameters}
-    dictionary = {x: y for x, y in dictionary.items() if x not in parameters}
+    rest = dict(dictionary)
+    given = {x: rest.pop(x) for x in dictionary if x in parameters}
+    dictionary = rest
   values = _read(system, keys, dictionary)
   return given | {
     key.holds: values[name]

@@ -5,17 +5,11 @@ from typing import Any
 import numpy as np
 
 from optax_lossscale.presets._keys import Key
-from optax_lossscale.presets.declaration import Argument
 from optax_lossscale.presets.declaration import preset
 from optax_lossscale.presets.declaration import PresetLossScale
 
 # npu_bridge's manager for Ascend began as a copy of TensorFlow's.
 EXPONENTIAL: dict[str, Any] = {
-  "init_scale": Argument("init_loss_scale"),
-  "growth_factor": Argument("incr_ratio"),
-  "backoff_factor": Argument("decr_ratio"),
-  "growth_interval": Argument("incr_every_n_steps"),
-  "hysteresis": Argument("decr_every_n_nan_or_inf"),
   "refill": frozenset({"growth", "backoff"}),
   "min_scale": 1.0,
 }
@@ -56,9 +50,6 @@ def tf_exponential(
 
 
 @preset(
-  init_scale=Argument("initial_loss_scale"),
-  growth_factor=Argument("multiplier"),
-  growth_interval=Argument("increment_period"),
   min_scale=1.0,
   saves={
     "current_loss_scale": Key("S", np.float32),
@@ -89,10 +80,8 @@ def tensorflow(
 
 
 @preset(
-  init_scale=Argument("initial_scale"),
   growth_factor=2.0,
   backoff_factor=0.5,
-  growth_interval=Argument("dynamic_growth_steps"),
   growth_test="equal",
   saves={
     "step_counter": Key("clean_steps", np.int32),
@@ -105,8 +94,7 @@ def keras(
   """Keras 3's `LossScaleOptimizer`.
 
   S halves on every overflow and doubles after `dynamic_growth_steps` clean
-  steps in a row. S has neither a floor nor a ceiling. A saved file numbers the
-  optimizer's variables: "2" is `step_counter`, "3" is `dynamic_scale`.
+  steps in a row. S has neither a floor nor a ceiling.
 
   Examples:
     >>> rule = ols.presets.keras(dynamic_growth_steps=1)

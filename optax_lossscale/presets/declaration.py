@@ -1,15 +1,14 @@
 """How to declare a preset: with a decorator on its signature and docstring.
 
   @preset(
-    init_scale=Argument("first_scale"),
+    init_scale=Argument("first"),
     growth_factor=2.0,
-    backoff_factor=0.5,
-    growth_interval=Argument("window"),
     saves={"scale": Key("S", float)},
   )
-  def system(*, first_scale: float = 8.0, window: int = 9) -> PresetLossScale:
+  def system(*, first: float = 8.0, scale_window: int = 9) -> PresetLossScale:
     ...  # Nothing but the docstring, since the declaration makes the rule.
 
+The declaration need not have arguments whose names say what they do (`_NAMES`).
 The docstring need not describe arguments that are like those of other presets
 (`_TEXTS`), nor have the lines that all presets share: they are added here.
 """
@@ -37,6 +36,21 @@ _P = ParamSpec("_P")
 
 # The states of a preset: of its engine, or of its fixed S.
 PresetState = engine.DynamicLossScaleState | loss_scales.FixedLossScaleState
+
+# What the engine calls a column, other systems call by any of these names. An
+# argument of such a name fills the column, unless a declaration says otherwise.
+_NAMES = {
+  "init_scale": "init_scale initial_scale init_loss_scale initial_loss_scale "
+  "init_loss_scaling loss_scale_value",
+  "growth_factor": "growth_factor scale_factor factor multiplier incr_ratio",
+  "backoff_factor": "backoff_factor decr_ratio",
+  "growth_interval": "growth_interval scale_window period increment_period "
+  "incr_every_n_steps dynamic_growth_steps",
+  "hysteresis": "hysteresis delayed_shift decr_every_n_nan_or_inf",
+  "min_scale": "min_scale min_loss_scale threshold",
+  "max_scale": "max_scale max_loss_scale",
+  "tolerance": "tolerance",
+}
 
 # The description of the argument that fills a column or has this name, for
 # docstrings that have no other.
@@ -147,6 +161,11 @@ class Preset:
     """The arguments in the signature."""
     return inspect.signature(self.function).parameters
 
+  @functools.cached_property
+  def required(self) -> list[str]:
+    """The arguments that have no default."""
+    return [x for x, p in self.parameters.items() if p.default is p.empty]
+
   @property
   def off_switch(self) -> str | None:
     """The argument that switches the scaler off, if any."""
@@ -173,18 +192,15 @@ class Preset:
       scale, skip = 1.0, False
     elif not switches["moves"]:
       scale = cells["init_scale"]
-    return PresetLossScale(
-      self.function.__name__,
-      # Arguments that were integers stay integers.
-      tuple(
-        (name, value if type(value) is int else checked.get(name, value))
-        for name, value in arguments.items()
-      ),
-      engine.Engine(**cells)
-      if scale is None
-      else loss_scales.FixedLossScale(scale),
-      skip=skip,
-    )
+    machine: engine.Engine | loss_scales.FixedLossScale
+    if scale is None:
+      machine = engine.Engine(**cells)
+    else:
+      machine = loss_scales.FixedLossScale(scale)
+    # Arguments that were integers stay integers.
+    kept = checked | {x: y for x, y in arguments.items() if type(y) is int}
+    values = tuple((x, kept.get(x, y)) for x, y in arguments.items())
+    return PresetLossScale(self.function.__name__, values, machine, skip=skip)
 
   def _bind(
     self, args: tuple[object, ...], given: Mapping[str, object]
@@ -197,17 +213,13 @@ class Preset:
         f"write {name}({', '.join(f'{x}=...' for x in parameters)})."
       )
     _arguments.check_known(name, parameters, given)
-    arguments = {x: given.get(x, p.default) for x, p in parameters.items()}
-    missing = [
-      x for x, value in arguments.items() if value is inspect.Parameter.empty
-    ]
-    if missing:
+    if missing := [x for x in self.required if x not in given]:
       raise TypeError(
         f"`{name}` must be given the arguments that have no default, got a "
         f"call missing {', '.join(map(repr, missing))}; pass "
         f"{', '.join(f'{x}=...' for x in missing)}."
       )
-    return arguments
+    return {x: given.get(x, p.default) for x, p in parameters.items()}
 
   def _check_start(self, cells: Mapping[str, Any]) -> None:
     """Raises if the first S is outside the system's own bounds."""
@@ -262,7 +274,9 @@ def preset(
     def make(*args: _P.args, **arguments: _P.kwargs) -> PresetLossScale:
       return declared.rule(args, arguments)
 
-    declared = Preset(make, columns, switches, keys, starts_within_bounds)
+    parameters = inspect.signature(function).parameters
+    cells = _named(parameters, columns, switches)
+    declared = Preset(make, cells, switches, keys, starts_within_bounds)
     PRESETS[function.__name__] = declared
     make.__doc__ = _described(
       inspect.cleandoc(function.__doc__ or ""), declared
@@ -270,6 +284,26 @@ def preset(
     return make
 
   return declare
+
+
+def _named(
+  parameters: Mapping[str, inspect.Parameter],
+  columns: Mapping[str, object],
+  switches: Mapping[str, object],
+) -> dict[str, object]:
+  """Returns the columns, with those that arguments fill by their names."""
+  cells = (*columns.values(), *switches.values())
+  taken = {cell.name for cell in cells if isinstance(cell, Argument)}
+  found: dict[str, object] = {}
+  for column, names in _NAMES.items():
+    # The order of columns is the order in which arguments are checked.
+    if column in columns:
+      found[column] = columns[column]
+    for name in names.split():
+      if name in parameters and name not in taken:
+        is_optional = parameters[name].default is None
+        found[column] = Argument(name, is_optional=is_optional)
+  return {**found, **columns}
 
 
 def _described(text: str, preset: Preset) -> str:
