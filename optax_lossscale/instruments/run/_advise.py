@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Iterator
 import dataclasses
+import functools
 import math
 from typing import Any
 from typing import NamedTuple
@@ -43,8 +44,8 @@ _COLUMNS = {
   "headroom": "headroom",
 }
 
-# The names that presets give to a fixed S.
-_FIXED_SCALES = frozenset({"loss_scale", "initial_scale", "init_loss_scaling"})
+# The names that rules and presets give to a fixed S.
+_FIXED_SCALES = {"scale", "loss_scale", "initial_scale", "init_loss_scaling"}
 
 
 class Advice(NamedTuple):
@@ -84,38 +85,36 @@ def advise(
 
   - overflows with S at its floor: a lower `min_scale`. If the rule has no such
     argument, nothing else helps;
-  - 3 or more overflows before the first clean step: a smaller `init_scale`, the
-    S of that step;
+  - 3 or more overflows before the first clean step: the `init_scale` that the
+    first clean step had;
   - S at its ceiling on a tenth of the steps, each with at least 6 bits of
     headroom: a larger `max_scale`;
   - at least 6 bits of headroom on every step of the first tenth of the run: a
     larger `init_scale`;
   - overflows on more than 1 step in 1000 (and more than one) after the first
     clean step: a longer `growth_interval`, doubled until overflows are rarer;
-    then a `hysteresis` of 1, and more `headroom`; a smaller S if it is fixed;
+    then a `hysteresis` of 1, and more `headroom`;
   - a mean headroom of 6 bits or more: a shorter `growth_interval`, halved until
-    the mean is less; then a larger `hysteresis`, and less `headroom`; a larger
-    S if it is fixed.
+    the mean is less; then a larger `hysteresis`, and less `headroom`.
 
-  A value is proposed only if a replay of the recorded steps confirms it: a
+  A fixed S is moved for the last two, to the S that leaves 2 bits of headroom
+  on all but 1 step in 1000. A value is proposed only if a replay confirms it: a
   quarter of the overflows in question must go, or the mean headroom shrink by 1
   bit with overflows on at most 1 step in 1000. (A larger `max_scale` need not
-  help yet.) A fixed S leaves 2 bits of headroom on all but 1 step in 1000.
-  Nothing is proposed from fewer than 100 steps, nor a larger S for a dtype with
-  the range of float32, where unused range does no harm. See `replay` for what a
-  replay cannot show.
+  help yet.) Nothing is proposed from fewer than 100 steps, nor a larger S for a
+  dtype with the range of float32, where unused range does no harm.
 
   Figures marked "in a replay" were not recorded. A count is "at best" if amax
-  was inf on more than a tenth of the steps.
+  was inf on more than a tenth of the steps. See `replay` for what a replay
+  cannot show.
 
   Args:
     history: the recorded steps, ideally some thousands. If the first step is
       above 1, or if S moves but does not begin at the rule's first S, as after
       a checkpoint, the history counts as the middle of a run: the replay begins
       at the recorded S, and nothing is proposed for the start.
-    rule: the rule that the run used: this library's, a preset, or any other.
-      The advice uses the rule's own argument names. In an unknown rule, only
-      arguments with the names of `DynamicLossScale` are tuned.
+    rule: the rule that the run used. The advice uses its own argument names. In
+      an unknown rule only those of `DynamicLossScale` are tuned.
     check: `nonfinite` or `saturated` of the computation's dtype, as for
       `replay`.
 
@@ -145,17 +144,8 @@ def advise(
   if not len(history.step):
     return []
   tuning = _Tuning(history, rule, check)
-  if unscaled := _unscaled(tuning):
-    return [_note(unscaled)]
-  notes = [*_faults(tuning)]
-  if tuning.count < _FEWEST_STEPS:
-    notes.append(
-      f"{tuning.count} steps are too few to propose anything: record "
-      f"{_FEWEST_STEPS} at least, best some thousand"
-    )
-  else:
-    notes += _propose(tuning)
-  return [*map(_note, notes), *tuning.changes]
+  notes = [Advice(None, None, None, note) for note in _notes(tuning)]
+  return [*notes, *tuning.changes]
 
 
 class _Knob(NamedTuple):
@@ -181,11 +171,11 @@ class _Tuning:
     self, history: _history.History, rule: base.LossScale, check: checks.Check
   ) -> None:
     self.history = history
-    self._options: dict[str, Any] = {"check": check}
     self.count = len(history.step)
     self.tolerated = max(1, math.floor(self.count * _TOLERATED_SHARE))
+    self.run = functools.partial(_replay.replay, history=history, check=check)
     # The rule with the changes so far, and its replay.
-    self.rule, self.replay = rule, self._replay(rule)
+    self.rule, self.replay = rule, self.run(rule)
     self.changes: list[Advice] = []
     self.is_fixed = "scale" in _knobs(rule)
     # S may come from a checkpoint even at step 1. But if S never moves, the run
@@ -197,13 +187,14 @@ class _Tuning:
     )
     # A fixed rule keeps its own S, whatever S the history begins with.
     if not self.begins and not self.is_fixed:
-      self._options["loss_scale"] = float(scales[0])
-      self.replay = self._replay(rule)
+      self.run = functools.partial(self.run, loss_scale=float(scales[0]))
+      self.replay = self.run(rule)
     limit = _replay.limit_of(self.replay.dtype)
     self.known = _replay.known_steps(history, limit)
     # log2 of the largest S at which each step is clean; NaN if no S works.
     self.stood = _replay.largest_scales(self.known, limit)
-    self.lost_anyway = self.replay.lost_steps - int(np.sum(self.lost))
+    # Steps that are lost at every S.
+    self.is_other = self.known.is_nan | self.known.is_callers
     # A larger S saves nothing if the dtype has the range of float32.
     is_wide = int(jnp.finfo(self.replay.dtype).maxexp) >= 128
     self.wide = math.inf if is_wide else _WIDE
@@ -211,9 +202,7 @@ class _Tuning:
   @property
   def lost(self) -> npt.NDArray[np.bool_]:
     """bool[n], True for a lost step that another S would have kept."""
-    history = self.replay.history
-    is_other = np.isnan(history.amax) | np.asarray(self.known.is_callers)
-    return history.overflow & ~is_other
+    return self.replay.history.overflow & ~self.is_other
 
   @property
   def start(self) -> int:
@@ -252,14 +241,14 @@ class _Tuning:
     if problem is None:
       return
     others = self.replay.lost_steps - problem.lost
-    most = max(self.replay.lost_steps, self.lost_anyway + self.tolerated)
+    most = max(self.replay.lost_steps, np.sum(self.is_other) + self.tolerated)
     best = knob.value, self.rule, self.replay
     for value in _values(column, knob.value, problem):
       try:
         rule = _turn(self.rule, knob, value)
       except ValueError:
         continue  # The rule rejects this value.
-      replay, than = self._replay(rule), best[2]
+      replay, than = self.run(rule), best[2]
       if problem.lost:
         saved = than.lost_steps - replay.lost_steps
         is_better = saved >= max(1, (than.lost_steps - others) / 4)
@@ -285,8 +274,40 @@ class _Tuning:
     self.changes.append(Advice(knob.name, knob.value, value, reason))
     self.rule, self.replay = rule, replay
 
-  def _replay(self, rule: base.LossScale) -> _replay.ReplayedRun:
-    return _replay.replay(rule, self.history, **self._options)
+
+def _notes(tuning: _Tuning) -> Iterator[str]:
+  """Makes the changes; yields what no argument mends."""
+  if unscaled := _unscaled(tuning):
+    yield unscaled
+    return
+  yield from _faults(tuning)
+  if tuning.count < _FEWEST_STEPS:
+    yield (
+      f"{tuning.count} steps are too few to propose anything: record "
+      f"{_FEWEST_STEPS} at least, best some thousand"
+    )
+    return
+  # Some rules have both, and may need both lowered.
+  for column in ("min_scale", "hold_below"):
+    tuning.attempt(column, _stuck_at_floor)
+  stuck = _stuck_at_floor(tuning)
+  if stuck and not tuning.changes:
+    yield (
+      f"{stuck.seen}, and no argument lowers it{tuning.source}; "
+      "instruments.where_overflow names the operation that overflows"
+    )
+    return
+  for find, columns in _PROBLEMS:
+    for column in columns:
+      tuning.attempt(column, find)
+  lost = int(np.sum(tuning.lost))
+  if not tuning.changes and tuning.rule.skip and lost > tuning.tolerated:
+    yield (
+      f"{lost} of {tuning.count} steps overflowed{tuning.source}, and no "
+      "argument of the rule that was tried avoids that: look at the run "
+      "itself, which may diverge; instruments.where_overflow names the "
+      "operation that overflows"
+    )
 
 
 def _unscaled(tuning: _Tuning) -> str | None:
@@ -319,27 +340,27 @@ def _unscaled(tuning: _Tuning) -> str | None:
 
 def _faults(tuning: _Tuning) -> Iterator[str]:
   """Yields what no argument of a rule mends."""
-  is_callers = tuning.known.is_callers
-  largest = np.max(tuning.history.amax[is_callers], initial=0)
+  known = tuning.known
+  largest = np.max(tuning.history.amax[known.is_callers], initial=0)
   names = (
     "instruments.where_overflow(fun, check=nonfinite()) names the operation "
     "that makes them"
   )
   for is_seen, seen in (
     (
-      np.isnan(tuning.replay.history.amax),
+      known.is_nan,
       "had NaN gradients at an S that left the steps around them 6 bits of "
       f"headroom or more: most likely no loss scale mends these; {names}",
     ),
     (
-      tuning.known.is_doubtful,
+      known.is_doubtful,
       "had NaN gradients at an S at which the steps next to them were clean, "
       "some with less than 6 bits of headroom: S or the model may have made "
       "these, and they count as overflows; run such a batch again at S / 64, "
       f"and if it is NaN again, {names}",
     ),
     (
-      is_callers,
+      known.is_callers,
       f"were overflows although amax was at most {largest:g}: nothing shows "
       "that S was too large, so these are not held against any S; look at what "
       "set overflow=, and if that is a status register, "
@@ -425,68 +446,29 @@ def _at_ceiling(tuning: _Tuning) -> _Problem | None:
 
 def _values(column: str, old: Any, problem: _Problem) -> list[float]:
   """Returns the values to try for an argument."""
-  match column, problem.lost > 0:
-    case "growth_interval", True:
+  is_lost = problem.lost > 0
+  match column:
+    case "growth_interval" if is_lost:
       longer = (int(old) << i for i in range(1, 31))
       return [x for x in longer if x <= problem.value]
-    case "growth_interval", False:
+    case "growth_interval":
       return [int(old) >> i for i in range(1, 31)]
-    case "hysteresis", True:
-      return [1]
-    case "hysteresis", False:
-      return [old + 1, old + 2]
-    case "headroom", is_overflow:
-      return [old + i if is_overflow else old - i for i in range(1, 7)]
+    case "hysteresis":
+      return [1] if is_lost else [old + 1, old + 2]
+    case "headroom":
+      return [old + i if is_lost else old - i for i in range(1, 7)]
   # Some rules let S fall to the floor itself, others only close to it.
-  return [problem.value, problem.value / 2][: 1 + (problem.lost > 0)]
+  return [problem.value, problem.value / 2] if is_lost else [problem.value]
 
 
 # What to change for which problem, each on top of the changes before it.
-_FIRST = (
-  ("scale", _lost_steps),
-  ("scale", _unused_range),
-  # Some rules have both, and may need both lowered.
-  ("min_scale", _stuck_at_floor),
-  ("hold_below", _stuck_at_floor),
+_PROBLEMS = (
+  (_lost_at_start, ("init_scale",)),
+  (_at_ceiling, ("max_scale",)),
+  (_low_start, ("init_scale",)),
+  (_lost_steps, ("scale", "growth_interval", "hysteresis", "headroom")),
+  (_unused_range, ("scale", "growth_interval", "hysteresis", "headroom")),
 )
-_THEN = (
-  ("init_scale", _lost_at_start),
-  ("max_scale", _at_ceiling),
-  ("init_scale", _low_start),
-  ("growth_interval", _lost_steps),
-  ("hysteresis", _lost_steps),
-  ("headroom", _lost_steps),
-  ("growth_interval", _unused_range),
-  ("hysteresis", _unused_range),
-  ("headroom", _unused_range),
-)
-
-
-def _propose(tuning: _Tuning) -> Iterator[str]:
-  """Makes the changes; yields which overflows remain if there are none."""
-  for column, find in _FIRST:
-    tuning.attempt(column, find)
-  stuck = _stuck_at_floor(tuning)
-  if stuck and not tuning.changes:
-    yield (
-      f"{stuck.seen}, and no argument lowers it{tuning.source}; "
-      "instruments.where_overflow names the operation that overflows"
-    )
-    return
-  for column, find in _THEN:
-    tuning.attempt(column, find)
-  lost = int(np.sum(tuning.lost))
-  if not tuning.changes and tuning.rule.skip and lost > tuning.tolerated:
-    yield (
-      f"{lost} of {tuning.count} steps overflowed{tuning.source}, and no "
-      "argument of the rule that was tried avoids that: look at the run "
-      "itself, which may diverge; instruments.where_overflow names the "
-      "operation that overflows"
-    )
-
-
-def _note(reason: str) -> Advice:
-  return Advice(None, None, None, reason)
 
 
 def _power(exponent: float) -> float:
@@ -511,29 +493,32 @@ def _bits(headroom: float) -> str:
 
 def _knobs(rule: base.LossScale) -> dict[str, _Knob]:
   """Returns the arguments that can be tuned, by their common names."""
-  found: dict[str, _Knob] = {}
   if inner := _inner(rule):
     # The wrapping rule sets the first S.
     return {c: k for c, k in _knobs(inner).items() if c != "init_scale"}
   if isinstance(rule, declaration.PresetLossScale):
+    machine: object = rule._machine
     arguments = dict(rule.arguments)
-    if isinstance(rule._machine, loss_scales.FixedLossScale):
-      for name in _FIXED_SCALES & arguments.keys():
-        if arguments[name] == rule._machine.scale:
-          found["scale"] = _Knob(name, arguments[name])
-    else:
-      for column, cell in declaration.PRESETS[rule.system].columns.items():
-        if isinstance(cell, declaration.Argument):
-          found[column] = _Knob(cell.name, arguments[cell.name])
-  elif isinstance(rule, loss_scales.FixedLossScale):
-    found["scale"] = _Knob("scale", rule.scale)
-  elif dataclasses.is_dataclass(rule):
-    for field in dataclasses.fields(rule):
-      if field.init and field.name in _COLUMNS:
-        knob = _Knob(field.name, getattr(rule, field.name))
-        found[_COLUMNS[field.name]] = knob
-  # Systems that accept a bound of 0 treat it as no bound.
-  return {c: k for c, k in found.items() if k.value or c == "headroom"}
+    cells = declaration.PRESETS[rule.system].columns.items()
+    columns = {
+      cell.name: column
+      for column, cell in cells
+      if isinstance(cell, declaration.Argument)
+    }
+  else:
+    machine, columns = rule, _COLUMNS
+    fields = [field.name for field in dataclasses.fields(rule) if field.init]
+    arguments = {name: getattr(rule, name) for name in fields}
+  if isinstance(machine, loss_scales.FixedLossScale):
+    columns = dict.fromkeys(_FIXED_SCALES, "scale")
+    # The S of a preset that is switched off is not an argument.
+    arguments = {x: y for x, y in arguments.items() if y == machine.scale}
+  return {
+    columns[name]: _Knob(name, value)
+    for name, value in arguments.items()
+    # Systems that accept a bound of 0 treat it as no bound.
+    if name in columns and (value or columns[name] == "headroom")
+  }
 
 
 def _turn(rule: base.LossScale, knob: _Knob, value: float) -> base.LossScale:
@@ -541,9 +526,8 @@ def _turn(rule: base.LossScale, knob: _Knob, value: float) -> base.LossScale:
   if isinstance(rule, declaration.PresetLossScale):
     arguments = {**dict(rule.arguments), knob.name: value}
     return declaration.PRESETS[rule.system].function(**arguments)
-  inner = _inner(rule)
   changes: dict[str, Any] = {knob.name: value}
-  if inner is not None:
+  if inner := _inner(rule):
     changes = {"rule": _turn(inner, knob, value)}
   turned: base.LossScale = dataclasses.replace(rule, **changes)
   return turned
