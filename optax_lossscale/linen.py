@@ -18,8 +18,8 @@ import optax
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
+from optax_lossscale._step import by_hand
 from optax_lossscale._step import requirements
-from optax_lossscale._step import skipping
 from optax_lossscale._step import states
 
 __all__ = ["TrainState"]
@@ -222,7 +222,7 @@ class TrainState(train_state.TrainState):
     for name in new:
       rule = f"`{name}` must keep its structure"
       trees.check_structure(rule, new[name], old[name])
-    kept = skipping.select_on_skip(self.opt_state, new, old)
+    kept = by_hand.select_on_skip(self.opt_state, new, old)
     selected: Self = self.replace(**kept)
     return selected
 

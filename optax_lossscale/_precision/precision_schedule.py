@@ -25,6 +25,7 @@ from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
 from optax_lossscale._base import promises
 from optax_lossscale._jaxpr import interpreter
+from optax_lossscale._step import averages
 from optax_lossscale._step import backward
 from optax_lossscale._step import devices
 from optax_lossscale._step import requirements
@@ -383,7 +384,7 @@ class PrecisionSchedule:
       value_and_grad = self.value_and_grad(
         loss_fn, opt_state, state, has_aux=has_aux, cast=cast
       )
-      local = devices.make_varying(params, names) if names else params
+      local = averages.make_varying(params, names) if names else params
       value, scaled_grads = value_and_grad(local, *args, **kwargs)
       loss = value[0] if has_aux else value
       if names:

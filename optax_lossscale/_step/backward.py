@@ -18,7 +18,6 @@ from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import other_systems
 from optax_lossscale._base import promises
-from optax_lossscale._base import trees
 from optax_lossscale._jaxpr import in_place
 from optax_lossscale._step import provenance
 from optax_lossscale._step import requirements
@@ -245,90 +244,6 @@ def scaled_value_and_grad(
   )
 
 
-def scale_loss(
-  loss: jax.Array, opt_state: optax.OptState, *, path: str | None = None
-) -> jax.Array:
-  """Returns S times the loss, in float32 or wider.
-
-  Use it to write the step by hand where `scaled_value_and_grad` does not fit.
-  Differentiate the scaled loss, and pass the gradients to `update`. On hardware
-  in saturation mode use a float32 loss, since an S above 65504, as the
-  cotangent of a float16 loss, would be clipped.
-
-  Args:
-    loss: a floating-point array, usually a scalar.
-    opt_state: an optimizer state that holds a loss scale, or the scale itself.
-    path: which scale, if `opt_state` holds several. See `get_loss_scale`.
-
-  Returns:
-    An array like `loss`, but float32 if `loss` is narrower.
-
-  Raises:
-    TypeError: if `loss` is not floating point.
-    ValueError: if `opt_state` holds no scale, or several without a `path`, or
-      if a function being traced closes over it, so that S would never change.
-
-  Warns:
-    WiringWarning: as `scaled_value_and_grad` does.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> import optax_lossscale as ols
-    >>> print(ols.scale_loss(jnp.float16(2.0), 2.0**16))
-    131072.0
-  """
-  _check_float("`loss`", loss)
-  loss_scale = states.scale_in_use(opt_state, path)
-  requirements.check_surroundings(opt_state)
-  scaled_loss = _times(loss, loss_scale)
-  provenance.note(scaled_loss, "loss", None)
-  return scaled_loss
-
-
-def unscale(
-  scaled_grads: trees.Tree,
-  opt_state: optax.OptState,
-  *,
-  path: str | None = None,
-) -> trees.Tree:
-  """Returns the gradients divided by S, in float32 or wider.
-
-  Use it if you need true gradients outside the wrapper, for example to log
-  their norm before `update`, which itself takes scaled gradients.
-
-  Args:
-    scaled_grads: a pytree of arrays. Integers, random keys and the leaves
-      of Flax's `_overwrite_with_gradient` collection are returned unchanged.
-    opt_state: an optimizer state that holds a loss scale, or the scale itself.
-    path: which scale, if `opt_state` holds several. See `get_loss_scale`.
-
-  Returns:
-    A pytree like `scaled_grads`, with narrower leaves widened to float32.
-
-  Raises:
-    ValueError: if `opt_state` holds no scale, or several without a `path`.
-
-  Warns:
-    WiringWarning: if the gradients were scaled by a different S. Pass the
-      `opt_state` from before `update`.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> import optax_lossscale as ols
-    >>> print(ols.unscale(jnp.array([2.0, 4.0], jnp.float16), 2.0**25))
-    [5.9604645e-08 1.1920929e-07]
-  """
-  loss_scale = states.scale_in_use(opt_state, path)
-  provenance.check_unscale(scaled_grads, loss_scale)
-  scaled_grads = leaves.as_arrays(scaled_grads)
-  is_gradient = leaves.are_gradients(scaled_grads)
-  gradients = leaves.unscale(
-    leaves.leave_out(is_gradient, scaled_grads), loss_scale
-  )
-  provenance.note(gradients, "unscaled", None)
-  return leaves.merge(is_gradient, gradients, scaled_grads)
-
-
 def _refuse_unless_arrays(given: dict[str, object], error: TypeError) -> None:
   """Raises an error that names the first leaf without a gradient, if any."""
   classes: set[type] = set()
@@ -409,12 +324,12 @@ def _scaled_loss_fn(
       in_place.check_unchanged(before, (args, kwargs))
     loss = _checked_loss(value, has_aux)
     provenance.check_loss(loss)
-    return _times(loss, loss_scale), (loss, value)
+    return times(loss, loss_scale), (loss, value)
 
   return scaled_fun
 
 
-def _times(loss: jax.Array, loss_scale: jax.Array) -> jax.Array:
+def times(loss: jax.Array, loss_scale: jax.Array) -> jax.Array:
   # Multiply in float32, because S itself may be inf in the loss's dtype.
   dtype = leaves.at_least_float32(loss.dtype)
   return loss.astype(dtype) * loss_scale.astype(dtype)
@@ -461,7 +376,7 @@ def _checked_loss(value: Any, has_aux: bool) -> jax.Array:
     kind = f"a {type(loss).__name__} of {len(loss)}"
     got = f"{kind}; for (loss, aux) pass has_aux=True"
   else:
-    _check_float("the loss", loss)
+    check_float("the loss", loss)
     if jnp.shape(loss) != ():
       got = f"an array of shape {jnp.shape(loss)}; take its mean or sum"
   if got:
@@ -469,7 +384,7 @@ def _checked_loss(value: Any, has_aux: bool) -> jax.Array:
   return loss
 
 
-def _check_float(name: str, value: object) -> None:
+def check_float(name: str, value: object) -> None:
   if not hasattr(value, "dtype") or not jnp.issubdtype(
     value.dtype, jnp.floating
   ):

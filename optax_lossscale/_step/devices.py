@@ -13,7 +13,6 @@ import jax
 from jax import lax
 from jax.extend import core
 import jax.numpy as jnp
-import optax
 
 from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
@@ -31,125 +30,9 @@ AxisNames = Hashable | Sequence[Hashable]
 Known = Sequence[Hashable] | None
 
 # What is known while the wrapper's optimizer runs outside jit.
-_agreed: contextvars.ContextVar[Known] = contextvars.ContextVar(
-  "_agreed", default=None
+agreed: contextvars.ContextVar[Known] = contextvars.ContextVar(
+  "agreed", default=None
 )
-
-
-def pmean_gradients(
-  axis_name: AxisNames,
-) -> optax.GradientTransformation:
-  """Averages gradients over devices, as the first transformation in `inner`.
-
-  Each device first checks its own scaled gradients, where an overflow shows.
-  The devices agree on the flag, unscale, and then average in float32.
-
-  Every device must have a copy of the parameters. Under `shard_map`,
-  differentiate with respect to `make_varying(params, axis_name)`.
-
-  Args:
-    axis_name: a mapped axis of `shard_map`, `pmap` or `vmap`, or several in a
-      tuple or list.
-
-  Returns:
-    A stateless transformation. Leaves that are not floating or complex arrays
-    pass through unchanged.
-
-  Raises:
-    TypeError: if `axis_name` does not name an axis.
-    ValueError: from `update`, if there is no such axis, or if JAX knows that a
-      gradient has already been summed over it.
-
-  Warns:
-    WiringWarning: from `update`, unless compiled, if the `loss_scaling` around
-      it does not name the axis, so that only some devices would skip.
-
-  Examples:
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> import optax
-    >>> import optax_lossscale as ols
-    >>> inner = optax.chain(ols.pmean_gradients("data"), optax.sgd(1.0))
-    >>> tx = ols.loss_scaling(inner, ols.FixedLossScale(8.0), axis_name="data")
-    >>> state = tx.init(jnp.zeros(()))
-    >>> update = jax.vmap(lambda g: tx.update(g, state)[0], axis_name="data")
-    >>> print(update(jnp.array([8.0, 24.0])))
-    [-2. -2.]
-    >>> print(update(jnp.array([8.0, jnp.inf])))
-    [-0. -0.]
-  """
-  names = axis_names("axis_name", axis_name)
-  if not names:
-    raise TypeError(
-      "`axis_name` must name a mapped axis, or several in a tuple or list, got "
-      f"{shown(axis_name)}."
-    )
-
-  def mean(
-    updates: optax.Updates, params: optax.Params | None = None
-  ) -> optax.Updates:
-    del params
-    check_mapped("axis_name", names)
-    _refuse_reduced("pmean_gradients", updates, names)
-    if (agreed := _agreed.get()) is not None:
-      _check_combined(names, agreed)
-    return _map_gradients(lambda x: _mean(x, names), updates)
-
-  return optax.stateless(mean)
-
-
-def make_varying(tree: trees.Tree, axis_name: AxisNames) -> trees.Tree:
-  """Returns the same values, marked as varying over devices.
-
-  Under `shard_map`, JAX sums the gradients of replicated parameters over the
-  devices by default, which can hide one device's overflow. If you differentiate
-  with respect to the values returned here, each device gets its own gradients.
-
-  Args:
-    tree: parameters, or any pytree. Arrays of any dtype and random keys are
-      marked; other leaves pass through.
-    axis_name: a mapped axis, or several in a tuple or list.
-
-  Returns:
-    A pytree like `tree`; marking it costs nothing. Under `pmap` and with
-    `check_vma=False` nothing is marked, since JAX does not track what varies.
-
-  Raises:
-    TypeError: if `axis_name` is not an axis name.
-    ValueError: if there is no such axis.
-
-  Examples:
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> import optax_lossscale as ols
-    >>> loss_fn = lambda params, batch: jnp.mean(params * batch)
-    >>> def gradient_of_each_device(params, batch):
-    ...   local = ols.make_varying(params, "data")
-    ...   return jax.grad(loss_fn)(local, batch)[None]
-    >>> auto = (jax.sharding.AxisType.Auto,)
-    >>> gradients = jax.shard_map(
-    ...   gradient_of_each_device,
-    ...   mesh=jax.make_mesh((1,), ("data",), axis_types=auto),
-    ...   in_specs=(jax.P(), jax.P("data")),
-    ...   out_specs=jax.P("data"),
-    ... )
-    >>> print(gradients(jnp.ones(()), 4 * jnp.ones(8)))
-    [4.]
-  """
-  names = axis_names("axis_name", axis_name, is_optional=False)
-  check_mapped("axis_name", names)
-
-  def make_leaf_varying(x: object) -> object:
-    if not isinstance(x, jax.Array):
-      return x  # `x` is float0 or a function.
-    missing = tuple(
-      name
-      for name in names
-      if varying_axes(lax.axis_index(name)) and name not in varying_axes(x)
-    )
-    return lax.pcast(x, missing, to="varying") if missing else x
-
-  return jax.tree.map(make_leaf_varying, leaves.as_arrays(tree))
 
 
 def axis_names(
@@ -241,17 +124,17 @@ def _manual_axes() -> tuple[list[Hashable], list[Hashable]]:
 @contextlib.contextmanager
 def agreeing_on(known: Known) -> Iterator[None]:
   """Makes `pmean_gradients` warn if it averages over any other axis."""
-  token = _agreed.set(known)
+  token = agreed.set(known)
   try:
     yield
   finally:
-    _agreed.reset(token)
+    agreed.reset(token)
 
 
 def check_recorded(jaxpr: core.Jaxpr, known: Known) -> None:
   """Warns if a recorded optimizer combines devices that may not agree."""
   if known is not None:
-    _check_combined(list(dict.fromkeys(_combined_axes(jaxpr))), known)
+    check_combined(list(dict.fromkeys(_combined_axes(jaxpr))), known)
 
 
 def _combined_axes(jaxpr: core.Jaxpr) -> Iterator[Hashable]:
@@ -275,7 +158,7 @@ def _is_mapped(name: Hashable) -> bool:
   return True
 
 
-def _check_combined(
+def check_combined(
   names: Sequence[Hashable], known: Sequence[Hashable]
 ) -> None:
   if missing := [name for name in names if name not in known]:
@@ -298,17 +181,17 @@ def average_scaled(
   scaled_grads: trees.Tree, names: Sequence[Hashable], overflow: jax.Array
 ) -> trees.Tree:
   """Returns the mean of scaled gradients over devices, in their own dtype."""
-  _refuse_reduced("average_scaled", scaled_grads, names)
+  refuse_reduced("average_scaled", scaled_grads, names)
 
   def average_leaf(x: jax.Array) -> jax.Array:
     # Dtypes of 8 bits are too narrow for sums.
-    mean = _mean(x.astype(formats.carrier(x.dtype)), names)
+    own = mean(x.astype(formats.carrier(x.dtype)), names)
     # Without an overflow every gradient is finite, and so is the true mean. The
     # sum of the quotients may not be: 65504 / 3 is rounded up in float16, and
     # three times the result is inf.
-    return jnp.where(overflow, mean, leaves.without_inf(mean))
+    return jnp.where(overflow, own, leaves.without_inf(own))
 
-  return _map_gradients(average_leaf, scaled_grads)
+  return map_gradients(average_leaf, scaled_grads)
 
 
 def refuse_split(
@@ -325,17 +208,17 @@ def refuse_split(
     )
 
 
-def _mean(x: jax.Array, names: Sequence[Hashable]) -> jax.Array:
+def mean(x: jax.Array, names: Sequence[Hashable]) -> jax.Array:
   """Returns the mean over devices."""
   # Each device divides first, since the sum may not fit the values' dtype.
   devices = math.prod(map(lax.axis_size, names))
   # Divide in float32, since XLA would multiply float16 by a rounded 1/n.
   quotient = x.astype(leaves.at_least_float32(x.dtype)) / devices
-  mean: jax.Array = lax.psum(quotient.astype(x.dtype), tuple(names))
-  return mean
+  total: jax.Array = lax.psum(quotient.astype(x.dtype), tuple(names))
+  return total
 
 
-def _refuse_reduced(
+def refuse_reduced(
   what: str, gradients: object, names: Sequence[Hashable]
 ) -> None:
   """Raises if JAX has already summed a gradient over devices."""
@@ -356,7 +239,7 @@ def _refuse_reduced(
       )
 
 
-def _map_gradients(
+def map_gradients(
   function: Callable[[jax.Array], jax.Array], tree: trees.Tree
 ) -> trees.Tree:
   return jax.tree.map(

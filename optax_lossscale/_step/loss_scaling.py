@@ -18,7 +18,7 @@ from optax_lossscale._base import promises
 from optax_lossscale._base import siblings
 from optax_lossscale._base import trees
 from optax_lossscale._rules import base
-from optax_lossscale._rules import loss_scales
+from optax_lossscale._rules import fixed
 from optax_lossscale._step import checks
 from optax_lossscale._step import devices
 from optax_lossscale._step import findings
@@ -140,7 +140,7 @@ def loss_scaling(
     inner_state = inner.init(kept) if rule is None else _init_inner(inner, kept)
     requirements.check_inner_state(inner_state)
     if rule is None:
-      return states.first_state(loss_scales.NoLossScaleState(), inner_state)
+      return states.first_state(fixed.NoLossScaleState(), inner_state)
     requirements.check_first_state(rule)
     requirements.check_masters(kept, inner_state)
     return states.first_state(rule.init(), inner_state)
@@ -273,7 +273,7 @@ def _update_unscaled(
   gradients = leaves.leave_out(is_gradient, updates)
   inner_params = leaves.leave_out(is_gradient, params)
   # S is 1, so unscaling twice or leaving out `overflow` is harmless.
-  one = loss_scales.FixedLossScale(1.0)
+  one = fixed.FixedLossScale(1.0)
   provenance.check_update(gradients, one.scale, one, overflow=None)
   if averaged:
     devices.check_mapped("average_scaled", averaged)

@@ -15,7 +15,7 @@ import numpy as np
 from optax_lossscale._base import leaves
 from optax_lossscale._base import wiring
 from optax_lossscale._rules import base
-from optax_lossscale._rules import loss_scales
+from optax_lossscale._rules import fixed
 from optax_lossscale._step import reasons
 
 # Maps an array's id to a kind and S. Gradients are "scaled" by S, "dropping"
@@ -54,9 +54,9 @@ def check_update(
   ]
   is_frozen = used is not None and traced == [True, True, False]
   machine: Any = getattr(rule, "_machine", rule)  # That of a preset.
-  is_fixed = isinstance(machine, loss_scales.FixedLossScale)
-  fixed = machine.scale if is_fixed else None
-  if kind == "unscaled" and fixed != 1:
+  is_fixed = isinstance(machine, fixed.FixedLossScale)
+  known = machine.scale if is_fixed else None
+  if kind == "unscaled" and known != 1:
     wiring.warn(
       "`update` takes the gradients scaled, got some that `unscale` has "
       "divided by S already: the model would not learn. Leave the line with "
@@ -74,7 +74,7 @@ def check_update(
       "params, overflow=overflow)."
     )
   elif _is_another(used, loss_scale) or (
-    is_frozen and (fixed is None or not _equal(used, fixed))
+    is_frozen and (known is None or not _equal(used, known))
   ):
     got = f"the number {used}" if isinstance(used, float) else "another S"
     wiring.warn(

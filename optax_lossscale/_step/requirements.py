@@ -20,7 +20,7 @@ from optax_lossscale._base import trees
 from optax_lossscale._base import wiring
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._rules import base
-from optax_lossscale._rules import loss_scales
+from optax_lossscale._rules import fixed
 from optax_lossscale._step import checks
 from optax_lossscale._step import states
 
@@ -188,7 +188,7 @@ def check_state(state: object, rule: base.LossScale | None) -> None:
       f"{arguments.kind_of(state)}{remedy}."
     )
   states.refuse_stack("state", state.skipped_steps)
-  init = loss_scales.NoLossScaleState if rule is None else rule.init
+  init = fixed.NoLossScaleState if rule is None else rule.init
   expected = jax.eval_shape(lambda: leaves.as_arrays(init()))
   got = state.loss_scale_state
   structures: list[object] = [jax.tree.structure(x) for x in (got, expected)]

@@ -16,7 +16,6 @@ from optax_lossscale._base.siblings import FlagOf
 from optax_lossscale._jaxpr import at_definition
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._step import devices
-from optax_lossscale._step import states
 
 
 def update_unless(
@@ -68,48 +67,6 @@ def other_leaves(
       "(_overwrite_with_gradient): a skipped step returns their old values."
     )
   return select(skipped, params, incoming)
-
-
-def select_on_skip(
-  opt_state: optax.OptState,
-  new: trees.Tree,
-  old: trees.Tree,
-  *,
-  path: str | None = None,
-) -> trees.Tree:
-  """Returns `old` if the last step was skipped, else `new`.
-
-  Use it for values that a step changes outside the optimizer, such as batch
-  statistics, a moving average of the parameters or a random key.
-
-  Args:
-    opt_state: the optimizer's state after `update`.
-    new: a pytree of arrays, after the step.
-    old: the same pytree, before the step. The result has its dtypes.
-    path: which state, if `opt_state` holds several. See `get_loss_scale`.
-
-  Returns:
-    A pytree like `old`.
-
-  Raises:
-    ValueError: if `opt_state` holds no `LossScalingState`, or several without a
-      `path`, or a stack of them outside of `jax.vmap`; or if `new` and `old`
-      differ in structure.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> import optax
-    >>> import optax_lossscale as ols
-    >>> tx = ols.loss_scaling(optax.sgd(0.1), ols.FixedLossScale())
-    >>> state = tx.init(jnp.zeros(2))
-    >>> _, state = tx.update(jnp.array([jnp.inf, 0.0]), state)
-    >>> print(ols.select_on_skip(state, new=8, old=7))
-    7
-  """
-  trees.check_structure(
-    "`new` and `old` must have the same structure", new, old
-  )
-  return select(states.state_in_use(opt_state, path).skipped, old, new)
 
 
 def _choose(flag_of: FlagOf, old: jax.Array, new: ArrayLike) -> jax.Array:

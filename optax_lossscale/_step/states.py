@@ -21,7 +21,7 @@ from optax_lossscale._base import leaves
 from optax_lossscale._base import promises
 from optax_lossscale._base import trees
 from optax_lossscale._jaxpr import interpreter
-from optax_lossscale._rules import loss_scales
+from optax_lossscale._rules import fixed
 from optax_lossscale._step import findings
 
 _State = TypeVar("_State")
@@ -498,7 +498,7 @@ def replace_scale(rule_state: trees.Tree, loss_scale: ArrayLike) -> trees.Tree:
   It finds that leaf through the attribute `loss_scale`, since a rule that wraps
   another holds S deeper inside, under any name.
   """
-  if isinstance(rule_state, loss_scales.NoLossScaleState):
+  if isinstance(rule_state, fixed.NoLossScaleState):
     return rule_state  # S is always 1.
   values, structure = jax.tree.flatten(rule_state)
   places = [object() for _ in values]

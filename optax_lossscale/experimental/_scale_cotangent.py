@@ -11,7 +11,7 @@ from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
 from optax_lossscale._base import trees
-from optax_lossscale._step import devices
+from optax_lossscale._step import averages
 
 
 def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
@@ -84,7 +84,7 @@ def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
     # Under `shard_map` a value must vary along its tangent's axes, including
     # the scale's. JAX sums the cotangents of a value that is made to vary.
     axes = tuple(bits.varying_axes(factor))
-    return _scale_leaf(devices.make_varying(leaf, axes), factor)
+    return _scale_leaf(averages.make_varying(leaf, axes), factor)
 
   return jax.tree.map(scale_leaf, x)
 

@@ -13,8 +13,8 @@ from optax_lossscale._base import formats
 from optax_lossscale._base import leaves as _leaves
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._base.leaves import Tree
+from optax_lossscale._step import averages
 from optax_lossscale._step import checks
-from optax_lossscale._step import devices
 from optax_lossscale._step import findings
 from optax_lossscale._step import requirements
 
@@ -153,7 +153,7 @@ def _tap(
   # Under `shard_map` a measurement varies along the cotangents' axes. JAX sums
   # measurements over the axes along which `measured` is made to vary here.
   varying = frozenset().union(*map(bits.varying_axes, xs))
-  measured = devices.make_varying(measured, tuple(varying))
+  measured = averages.make_varying(measured, tuple(varying))
   axes = tuple(bits.varying_axes(measured))
 
   @jax.custom_vjp
@@ -164,7 +164,7 @@ def _tap(
   def backward(
     _: None, cotangents: list[jax.Array]
   ) -> tuple[list[jax.Array], jax.Array]:
-    return cotangents, measure(devices.make_varying(cotangents, axes))
+    return cotangents, measure(averages.make_varying(cotangents, axes))
 
   identity.defvjp(lambda *inputs: (identity(*inputs), None), backward)
   for i, leaf in zip(places, identity(xs, measured), strict=True):

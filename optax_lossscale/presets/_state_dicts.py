@@ -15,7 +15,7 @@ from optax_lossscale._base import switches
 from optax_lossscale._base import trees
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._rules import base
-from optax_lossscale._rules import loss_scales
+from optax_lossscale._rules import fixed
 from optax_lossscale._step import states
 from optax_lossscale.presets import _keys
 from optax_lossscale.presets import declaration
@@ -176,7 +176,7 @@ def _write(rule: base.LossScale, state: Any) -> dict[str, Any]:
   if not isinstance(rule, declaration.PresetLossScale):
     return {name: np.asarray(x)[()] for name, x in _own_leaves(state).items()}
   numbers = {**dict(rule.arguments), "S": float(state.loss_scale)}
-  if isinstance(rule._machine, loss_scales.FixedLossScale):
+  if isinstance(rule._machine, fixed.FixedLossScale):
     numbers |= dict.fromkeys(_keys.COUNTS, 0)  # A fixed S has no counts.
   else:
     numbers |= _keys.counts(rule._machine, state)
@@ -219,7 +219,7 @@ def _fill(
   state = rule.init()
   if "S" in numbers:
     state = state._replace(loss_scale=jnp.float32(numbers["S"]))
-  if isinstance(rule._machine, loss_scales.FixedLossScale):
+  if isinstance(rule._machine, fixed.FixedLossScale):
     return state
   return state._replace(**_keys.counters(rule._machine, numbers))
 

@@ -29,13 +29,13 @@ from jax.typing import ArrayLike
 from optax_lossscale._base import arguments as _arguments
 from optax_lossscale._rules import base
 from optax_lossscale._rules import engine
-from optax_lossscale._rules import loss_scales
+from optax_lossscale._rules import fixed
 from optax_lossscale.presets import _keys
 
 _P = ParamSpec("_P")
 
 # The states of a preset: of its engine, or of its fixed S.
-PresetState = engine.DynamicLossScaleState | loss_scales.FixedLossScaleState
+PresetState = engine.DynamicLossScaleState | fixed.FixedLossScaleState
 
 # What the engine calls a column, other systems call by any of these names. An
 # argument of such a name fills the column, unless a declaration says otherwise.
@@ -108,7 +108,7 @@ class PresetLossScale(base.LossScale):
   system: str
   arguments: tuple[tuple[str, object], ...]
   # The engine that moves S, or the rule of a fixed S.
-  _machine: engine.Engine | loss_scales.FixedLossScale
+  _machine: engine.Engine | fixed.FixedLossScale
 
   def init(self) -> PresetState:
     """Returns the state before the first step."""
@@ -192,11 +192,11 @@ class Preset:
       scale, skip = 1.0, False
     elif not switches["moves"]:
       scale = cells["init_scale"]
-    machine: engine.Engine | loss_scales.FixedLossScale
+    machine: engine.Engine | fixed.FixedLossScale
     if scale is None:
       machine = engine.Engine(**cells)
     else:
-      machine = loss_scales.FixedLossScale(scale)
+      machine = fixed.FixedLossScale(scale)
     # Arguments that were integers stay integers.
     kept = checked | {x: y for x, y in arguments.items() if type(y) is int}
     values = tuple((x, kept.get(x, y)) for x, y in arguments.items())

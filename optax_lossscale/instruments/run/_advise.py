@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from optax_lossscale._rules import base
-from optax_lossscale._rules import loss_scales
+from optax_lossscale._rules import fixed
 from optax_lossscale._step import checks
 from optax_lossscale.instruments.run import _history
 from optax_lossscale.instruments.run import _replay
@@ -509,7 +509,7 @@ def _knobs(rule: base.LossScale) -> dict[str, _Knob]:
     machine, columns = rule, _COLUMNS
     fields = [field.name for field in dataclasses.fields(rule) if field.init]
     arguments = {name: getattr(rule, name) for name in fields}
-  if isinstance(machine, loss_scales.FixedLossScale):
+  if isinstance(machine, fixed.FixedLossScale):
     columns = dict.fromkeys(_FIXED_SCALES, "scale")
     # The S of a preset that is switched off is not an argument.
     arguments = {x: y for x, y in arguments.items() if y == machine.scale}

@@ -22,6 +22,7 @@ from optax_lossscale._base import bits as _bits
 from optax_lossscale._base import formats as _formats
 from optax_lossscale._base import leaves
 from optax_lossscale._base import switches
+from optax_lossscale._step import averages
 from optax_lossscale._step import checks
 from optax_lossscale._step import devices
 from optax_lossscale._step import requirements
@@ -335,7 +336,7 @@ def leaf_stats(
   """
   names = devices.axis_names("axis_name", axis_name)
   if names:
-    tree = devices.make_varying(tree, names)
+    tree = averages.make_varying(tree, names)
   named = shared.named(tree)
   copies = math.prod(map(lax.axis_size, names))
   for path, x in named.items():

@@ -21,7 +21,7 @@ from optax_lossscale._base.leaves import Path
 from optax_lossscale._base.promises import Position
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import source_lines
-from optax_lossscale._rules import loss_scales
+from optax_lossscale._rules import fixed
 from optax_lossscale._step import reasons
 from optax_lossscale._step import states
 from optax_lossscale.instruments import shared
@@ -369,7 +369,7 @@ def prove(
 
 
 def _is_one(rule: object) -> bool:
-  return isinstance(rule, loss_scales.FixedLossScale) and rule.scale == 1
+  return isinstance(rule, fixed.FixedLossScale) and rule.scale == 1
 
 
 def _holds(laws: Sequence[Proved]) -> bool:

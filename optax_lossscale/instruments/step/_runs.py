@@ -13,7 +13,7 @@ import numpy as np
 
 from optax_lossscale._base import leaves
 from optax_lossscale._base.leaves import Path
-from optax_lossscale._rules import loss_scales
+from optax_lossscale._rules import fixed
 from optax_lossscale._step import states
 from optax_lossscale.instruments import shared
 from optax_lossscale.instruments.step import _next_values
@@ -329,7 +329,7 @@ def _scale(
   amaxes = np.array([np.ravel(x.states[path].amax) for x in several])
   law = _verdicts.scale_law(amaxes, varied.halvings, is_rough)
   rule_state = step.given[path].loss_scale_state
-  is_fixed = isinstance(rule_state, loss_scales.FixedLossScaleState)
+  is_fixed = isinstance(rule_state, fixed.FixedLossScaleState)
   if law[0] != "wrong":
     return law
   if is_fixed and np.all(_on_host(rule_state.loss_scale) == 1):
