@@ -46,13 +46,13 @@ class _ScaledValueAndGrad(backward.ScaledValueAndGrad):
 
   def bind(
     self, args: tuple[object, ...], batch_argnums: object
-  ) -> backward.Bound:
-    """Returns the function with the variables of its objects beside it."""
+  ) -> tuple[Any, ...]:
+    """Returns what `accumulate` needs, with the variables of the objects."""
     objects = _objects(args)
     if batch_argnums is None:
       whole = {*objects, *arguments.argnums_as_tuple(self.argnums)}
       batch_argnums = [i for i in range(len(args)) if i not in whole]
-    bound = super().bind(args, batch_argnums)
+    *bound, _, call, _ = super().bind(args, batch_argnums)
     graphdef, state = nnx.split(objects)
     differentiated = {
       place
@@ -75,7 +75,7 @@ class _ScaledValueAndGrad(backward.ScaledValueAndGrad):
       own = nnx.merge(graphdef, state, copy=True)
       nnx.update(own, nnx.from_flat_state(variables))
       current = dict(enumerate(args)) | own
-      value, scaled_grads, _ = bound.pure((), *current.values(), **kwargs)
+      value, scaled_grads, _ = call((), *current.values(), **kwargs)
       after = _values(own)
       return value, scaled_grads, {place: after[place] for place in changing}
 
@@ -83,7 +83,7 @@ class _ScaledValueAndGrad(backward.ScaledValueAndGrad):
       nnx.update(objects, nnx.from_flat_state(variables))
 
     changed = {place: before[place] for place in changing}
-    return bound._replace(variables=changed, pure=pure, store=store)
+    return *bound, changed, pure, store
 
 
 def scaled_value_and_grad(

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 from typing import Any
-from typing import NamedTuple
 
 from chex import ArrayTree
 import jax
@@ -32,29 +31,6 @@ _REMEDIES = {
   "value_and_grad=eqx.filter_value_and_grad",
   "": "pass it in another argument",
 }
-
-
-class Bound(NamedTuple):
-  """A gradient function with its arguments, for a scan over micro-batches.
-
-  Attributes:
-    loss_scale: float32[], S.
-    places: which arguments are differentiated, and which are split.
-    given: the arguments that are differentiated.
-    like: a tree like the gradients; None if only a trace can tell.
-    variables: what the function changes in place, as values.
-    pure: the function without such changes; it takes the variables first and
-      returns their new values last.
-    store: sets the variables to new values.
-  """
-
-  loss_scale: jax.Array
-  places: arguments.Places
-  given: Any
-  like: Any
-  variables: object
-  pure: Callable[..., Any]
-  store: Callable[[Any], None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -150,8 +126,23 @@ class ScaledValueAndGrad:
 
     return scaled_value_and_grad_fun
 
-  def bind(self, args: tuple[object, ...], batch_argnums: object) -> Bound:
-    """Returns the function with its arguments, as `accumulate` needs it."""
+  def bind(
+    self, args: tuple[object, ...], batch_argnums: object
+  ) -> tuple[Any, ...]:
+    """Returns what `accumulate` needs of a call, for its scan.
+
+    Args:
+      args: the arguments of a call.
+      batch_argnums: which of them to split; None for all but those that are
+        differentiated.
+
+    Returns:
+      S; which arguments are differentiated and which are split, as positions;
+      those that are differentiated; a tree like the gradients, or None if only
+      a trace can tell; the values of what a call changes in place; a function
+      without such changes, which takes these values first and returns their
+      next ones last; and a function that stores the next values.
+    """
     loss_scale = self.loss_scale()
     places = arguments.find_places(self.argnums, batch_argnums, len(args))
     differentiated = self.at(loss_scale)
@@ -167,9 +158,7 @@ class ScaledValueAndGrad:
     ) -> tuple[object, ...]:
       return (*differentiated(*args, **kwargs), variables)
 
-    return Bound(
-      loss_scale, places, given, like, (), pure, lambda variables: None
-    )
+    return loss_scale, places, given, like, (), pure, lambda variables: None
 
 
 @other_systems.explained

@@ -19,13 +19,9 @@ def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
 
   No single S fits a model if the gradients of its layers span more than the
   range of float16: an S that saves one layer from underflow makes another
-  overflow. This function gives a layer its own factor. The factor is applied at
-  the layer's output, where its backward pass begins, and undone by `1 / factor`
-  at its parameters and its input::
-
-    params = scale_cotangent(params, 1 / factor)
-    x = scale_cotangent(x, 1 / factor)
-    return scale_cotangent(layer(params, x), factor)
+  overflow. This function gives a layer its own factor: apply it at the layer's
+  output, where its backward pass begins, and undo it by `1 / factor` at its
+  parameters and its input.
 
   The product is computed in float32 or wider and rounded once to the dtype of
   `x`. The gradient must fit once the factor is undone, so undo it on float32
@@ -53,7 +49,7 @@ def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
     >>> def layer(w, x):
     ...   return w.astype(jnp.float16) * x * jnp.float16(2.0**-20)
     >>> def loss_fn(w, x, factor):
-    ...   w = scale_cotangent(w, 1 / factor)
+    ...   w, x = scale_cotangent((w, x), 1 / factor)
     ...   y = scale_cotangent(layer(w, x), factor)
     ...   return y.astype(jnp.float32) * 2.0**-6
     >>> w, x = jnp.float32(1.0), jnp.float16(1.0)

@@ -5,10 +5,6 @@ leave no trace in the gradients. These functions show what happens::
 
   check = ols.hardware.probe().check(jnp.float16)
   tx = ols.loss_scaling(inner, ols.DynamicLossScale(), check=check)
-
-`probe` observes the device at hand. `float_status` is a status register for a
-whole function, `status_tap` and `amax_tap` measure the cotangents at a point of
-a model. `emulate_saturation` computes a function as hardware that clips does.
 """
 
 from optax_lossscale._step.reasons import FloatStatus

@@ -46,8 +46,7 @@ def emulate_saturation(
   are finite.
 
   Every operation of `fun` is clamped, including those in loops, branches, calls
-  and `shard_map`. Derivatives are those of `fun`, with every operation of the
-  backward pass clamped as well: the gradient of `emulate_saturation(fun)` is
+  and `shard_map`, and those of the backward pass: the gradient is that of
   `emulate_saturation(jax.grad(fun))`. Forward mode is not supported; wrap the
   function that calls `jax.jvp`. Of an operation that contains a program of its
   own, such as a kernel, only the results are clamped. A `custom_vmap` rule
@@ -72,11 +71,9 @@ def emulate_saturation(
     >>> import jax
     >>> import jax.numpy as jnp
     >>> import optax_lossscale as ols
-    >>> emulate = ols.hardware.emulate_saturation
-    >>> print(float(emulate(jnp.exp)(jnp.float16(12.0))))
-    65504.0
     >>> loss_fn = lambda x: x * 40000 + x * 40000
-    >>> loss, grad = jax.value_and_grad(emulate(loss_fn))(jnp.float16(1))
+    >>> loss_fn = ols.hardware.emulate_saturation(loss_fn)
+    >>> loss, grad = jax.value_and_grad(loss_fn)(jnp.float16(1))
     >>> print(float(loss), float(grad))
     65504.0 65504.0
 
@@ -111,6 +108,7 @@ def _differentiable(
     )
     return outputs
 
+  emulate = functools.partial(emulate_saturation, dtypes=dtypes)
   is_output = [
     formats.part_dtype(aval) is not None for aval in recording.jaxpr.out_avals
   ]
@@ -147,9 +145,7 @@ def _differentiable(
       return outputs, residuals
 
     # This function is recorded too, so its derivative also saturates.
-    outputs, residuals = emulate_saturation(outputs_and_vjp, dtypes=dtypes)(
-      inputs
-    )
+    outputs, residuals = emulate(outputs_and_vjp)(inputs)
     return outputs, jax.tree.unflatten(treedefs[0], residuals)
 
   def backward(
@@ -158,7 +154,7 @@ def _differentiable(
     cotangents = [
       _zero_if_symbolic(x) for x in itertools.compress(cotangents, is_output)
     ]
-    (of_inputs,) = emulate_saturation(vjp, dtypes=dtypes)(cotangents)
+    (of_inputs,) = emulate(vjp)(cotangents)
     return tuple(of_inputs.get(i) for i in range(len(recording.operands)))
 
   run.defvjp(forward, backward, symbolic_zeros=True)
@@ -180,19 +176,17 @@ class _Clamping(throughout.CountingRule):
     """See the base class."""
     del around
     # A `jax.Ref` is not an array; its values are clamped when they are read.
-    clamped = [
-      isinstance(v.aval, jax.core.ShapedArray)
-      and formats.part_dtype(v.aval) in self.dtypes
+    dtypes = [
+      formats.part_dtype(v.aval)
+      if isinstance(v.aval, jax.core.ShapedArray)
+      else None
       for v in equation.outvars
     ]
-    if not any(clamped):
+    found = self.dtypes.intersection(dtypes)
+    if not found:
       return interpreter.bind(equation, inputs), ()
     name = equation.primitive.name
-    without_inf = [
-      dtype
-      for dtype in {formats.part_dtype(v.aval) for v in equation.outvars}
-      if dtype in self.dtypes and not formats.has_inf(dtype)
-    ]
+    without_inf = [x for x in found if not formats.has_inf(x)]
     if without_inf and name == "convert_element_type":
       # The cast would turn values that are too large into NaN, so clamp first.
       with interpreter.context(equation):
@@ -209,8 +203,8 @@ class _Clamping(throughout.CountingRule):
       # Outputs on another mesh can only be used in the equation's context.
       with interpreter.context(equation):
         return [
-          _saturate(x) if is_clamped else x
-          for is_clamped, x in zip(clamped, outputs, strict=True)
+          _saturate(x) if dtype in found else x
+          for dtype, x in zip(dtypes, outputs, strict=True)
         ], ()
 
 

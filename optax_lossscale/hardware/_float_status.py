@@ -36,14 +36,12 @@ def float_status(
   """Wraps `fun` so that it also returns how many operations overflowed.
 
   Like the status register of an accelerator, it catches overflows that do not
-  show in the gradients: those in the forward pass only, and those hidden by a
-  small layer scale or a mean. Wrap the function that computes the gradients,
-  and pass the status to `update(..., overflow=status)`.
+  show in the gradients. Wrap the function that computes the gradients, and pass
+  the status to `update(..., overflow=status)`.
 
   An operation overflows if it produces inf or NaN from finite inputs, even in a
   branch that `jnp.where` does not take. Operations with no finite result in any
   dtype, such as division by zero, log 0 or sqrt(-1), are counted separately.
-  Mask with -inf: a mask of -1e9 that is cast to float16 is an overflow.
 
   All operations are checked, including those in loops, branches, calls and
   `shard_map`. Some cannot be checked element by element (convolution, linear
@@ -55,11 +53,10 @@ def float_status(
     fun: any function that JAX can trace. Arguments other than arrays, such as
       `train=True`, are passed unchanged.
     check: `nonfinite(dtype)`, or `saturated(dtype)` for hardware that
-      saturates. `dtype` is that of the operations to check: one floating dtype,
-      a tuple of dtypes, or None for all that have a sign and 8 bits or more. A
-      complex dtype counts as that of its parts: complex64 as float32. With
-      `saturated`, an operation overflows if its result reaches the largest
-      finite value of its dtype and no input has reached that of its own dtype.
+      saturates, where the largest finite value counts like inf. `dtype` is that
+      of the operations to check: one floating dtype, a tuple of dtypes, or None
+      for all that have a sign and 8 bits or more. A complex dtype counts as
+      that of its parts: complex64 as float32.
 
   Returns:
     A function with the same arguments as `fun` that returns the result of `fun`
@@ -156,7 +153,5 @@ def _count_operation(
   found: Sequence[tuple[core.Var, Mapping[str, Array]]], kind: str
 ) -> jax.Array:
   """Returns int32[], 1 if any element of any output is of this kind, else 0."""
-  elements = [by_kind[kind] for _, by_kind in found if kind in by_kind]
-  return functools.reduce(
-    jnp.logical_or, [jnp.any(x) for x in elements], jnp.full((), False)
-  ).astype(jnp.int32)
+  elements = (by_kind[kind] for _, by_kind in found if kind in by_kind)
+  return operation_overflow.is_anywhere(elements).astype(jnp.int32)

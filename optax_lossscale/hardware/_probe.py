@@ -1,6 +1,7 @@
 """Observes what a device does with numbers that do not fit."""
 
 import dataclasses
+import functools
 import math
 import re
 from typing import Any
@@ -54,9 +55,8 @@ class Hardware:
 
   Attributes:
     device: the device's name, as JAX has it.
-    preferred_dtype: the dtype to train in, by the kind of device and NVIDIA's
-      compute capability, since no observation shows the speed of the matrix
-      units. None if it is unknown.
+    preferred_dtype: the dtype to train in, by the kind of device, since no
+      observation shows the speed of its matrix units. None if it is unknown.
     max_keeps_nan: whether a maximum over float32 values with a NaN is NaN.
     dtypes: what was observed in each dtype, by name, except for the float8
       dtypes that the device or the compiler rejects.
@@ -166,22 +166,19 @@ def _operands(name: str) -> dict[str, np.ndarray]:
   """Returns the operands for a dtype; the last two are float32."""
   finfo = jnp.finfo(name)
   step = float(finfo.eps)
-  own = {
-    "largest": float(finfo.max),
-    "two": 2,
+  own = functools.partial(np.array, dtype=finfo.dtype)
+  too_large = np.finfo(np.float32).max if name == "bfloat16" else 1e6
+  return {
+    "largest": own(float(finfo.max)),
+    "two": own(2),
     # Two zeros, since a compiler may know x / x without dividing.
-    "zero": 0,
-    "other_zero": 0,
-    "one": 1,
-    "subnormal": float(finfo.smallest_normal) / 2,
-    "half_step": step / 2,
-  }
-  wide = {
-    "too_large": np.finfo(np.float32).max if name == "bfloat16" else 1e6,
-    "between": 1 + step / 4,
-  }
-  return {x: np.array(y, finfo.dtype) for x, y in own.items()} | {
-    x: np.array(y, np.float32) for x, y in wide.items()
+    "zero": own(0),
+    "other_zero": own(0),
+    "one": own(1),
+    "subnormal": own(float(finfo.smallest_normal) / 2),
+    "half_step": own(step / 2),
+    "too_large": np.array(too_large, np.float32),
+    "between": np.array(1 + step / 4, np.float32),
   }
 
 

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._base import bits
-from optax_lossscale._base import formats
-from optax_lossscale._base import leaves as _leaves
 from optax_lossscale._base.arguments import shown
+from optax_lossscale._base.leaves import is_gradient
 from optax_lossscale._base.leaves import Tree
 from optax_lossscale._step import averages
 from optax_lossscale._step import checks
@@ -24,10 +23,9 @@ def amax_tap(x: Tree, amax: jax.Array) -> Tree:
 
   A rule bases S on the largest gradient of a parameter. The gradient of an
   activation may be larger and overflow first, unseen by the rule if a small
-  layer scale or a mean lies between. With a tap, the gradient with respect to
-  `amax` is the largest magnitude of a cotangent at this point. Pass it to the
-  wrapper: `tx.update(..., amax=found)`. The tap reads each cotangent once more.
-  A function with a tap inside does not support forward-mode differentiation.
+  layer scale or a mean lies between. Pass what is measured to the wrapper:
+  `tx.update(..., amax=found)`. The tap reads each cotangent once more, and does
+  not support forward-mode differentiation.
 
   JAX adds up gradients. If taps, iterations of a scan, elements of a vmap or
   devices of a `shard_map` share one `amax`, the result is the sum of their
@@ -74,10 +72,9 @@ def status_tap(
   """Returns `x` unchanged, and counts the overflows in its cotangents.
 
   An overflow in the middle of the backward pass may not show in the gradients,
-  because a small layer scale or a mean over devices can hide it. Like
-  `amax_tap`, this is a tap at one point of the model: the count is the gradient
-  with respect to `status`, which JAX adds up over all taps, the steps of a scan
-  and the devices. `float_status` sees every operation, and costs more.
+  because a small layer scale or a mean over devices can hide it. The count is
+  the gradient with respect to `status`, added up over all that share it, as for
+  `amax_tap`. `float_status` sees every operation, and costs more.
 
   Args:
     x: an array or a pytree, for example a layer's output. Leaves that are not
@@ -145,11 +142,9 @@ def _tap(
   measure: Callable[[Sequence[jax.Array]], jax.Array],
 ) -> Tree:
   """Returns `tree`; the gradient of `measured` is `measure(cotangents)`."""
-  leaves, structure = jax.tree.flatten(tree)
-  places = [i for i, leaf in enumerate(leaves) if _leaves.is_gradient(leaf)]
-  if not places:
+  xs = [jnp.asarray(x) for x in filter(is_gradient, jax.tree.leaves(tree))]
+  if not xs:
     return tree
-  xs = [jnp.asarray(leaves[i]) for i in places]
   # Under `shard_map` a measurement varies along the cotangents' axes. JAX sums
   # measurements over the axes along which `measured` is made to vary here.
   varying = frozenset().union(*map(bits.varying_axes, xs))
@@ -167,6 +162,5 @@ def _tap(
     return cotangents, measure(averages.make_varying(cotangents, axes))
 
   identity.defvjp(lambda *inputs: (identity(*inputs), None), backward)
-  for i, leaf in zip(places, identity(xs, measured), strict=True):
-    leaves[i] = leaf
-  return jax.tree.unflatten(structure, leaves)
+  tapped = iter(identity(xs, measured))
+  return jax.tree.map(lambda x: next(tapped) if is_gradient(x) else x, tree)

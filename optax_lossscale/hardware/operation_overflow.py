@@ -1,5 +1,6 @@
 """Finds where an operation overflowed."""
 
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
@@ -99,6 +100,12 @@ def find(
     ]
 
 
+def is_anywhere(arrays: Iterable[Array]) -> jax.Array:
+  """Returns whether any element of any array is True, as bool[]."""
+  found = [jnp.any(x) for x in arrays]
+  return functools.reduce(jnp.logical_or, found, jnp.full((), False))
+
+
 def _by_kind(made: Array, undefined: Array) -> dict[str, Array]:
   """Splits the elements marked in `made` into overflowed and undefined ones."""
   if isinstance(undefined, np.ndarray) and undefined.ndim == 0:
@@ -134,17 +141,13 @@ def _reached_before(
     ).astype(bool)
   if name == "dot_general":
     return _reached_before_dot(parameters["dimension_numbers"], *reached)
-  anywhere = functools.reduce(
-    jnp.logical_or, [jnp.any(x) for x in reached], jnp.full((), False)
-  )
+  anywhere = is_anywhere(reached)
   if name not in operation_table.DEVICE_SUMS:
     return anywhere
   axes = parameters["axes" if "axes" in parameters else "axis_name"]
   groups = parameters.get("axis_index_groups")
-  on_any_device = lax.pmax(
-    anywhere.astype(jnp.int32), axes, axis_index_groups=groups
-  )
-  return on_any_device.astype(bool)
+  count = anywhere.astype(jnp.int32)
+  return lax.pmax(count, axes, axis_index_groups=groups).astype(bool)
 
 
 def _reached_before_dot(
@@ -152,20 +155,13 @@ def _reached_before_dot(
 ) -> jax.Array:
   """Returns where a row of `left` or a column of `right` contains True."""
   contracting, batch = dimension_numbers
+  rows = _without(left, contracting[0], batch[0])
+  columns = _without(right, contracting[1], batch[1])
   # The result has the batch axes, then the free axes of `left` and `right`.
-  sides = [
-    _without(x, contracted, batched)
-    for x, contracted, batched in zip(
-      (left, right), contracting, batch, strict=True
-    )
-  ]
-  num_batch = len(batch[0])
-  free = [x.ndim - num_batch for x in sides]
-  rows = jnp.expand_dims(
-    sides[0], range(sides[0].ndim, sides[0].ndim + free[1])
-  )
-  columns = jnp.expand_dims(sides[1], range(num_batch, num_batch + free[0]))
-  return rows | columns
+  left_end, num_batch = rows.ndim, len(batch[0])
+  ndim = left_end + columns.ndim - num_batch
+  rows = jnp.expand_dims(rows, range(left_end, ndim))
+  return rows | jnp.expand_dims(columns, range(num_batch, left_end))
 
 
 def _without(
