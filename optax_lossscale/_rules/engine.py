@@ -241,8 +241,7 @@ class Engine:
 
   def _can_move(self, step: _Step) -> jax.Array:
     """Returns bool[], True if S may move to the value that the rule wants."""
-    is_usable: jax.Array = arguments.is_usable_scale(step.wanted)
-    return is_usable & ~self._is_held(step)
+    return arguments.is_usable_scale(step.wanted) & ~self._is_held(step)
 
   def _is_held(self, step: _Step) -> jax.Array:
     return step.shrinks & (step.wanted < jnp.float32(self.hold_below))
