@@ -1,6 +1,5 @@
 """Optimizer states of checkpoints: with, without, and from an older version."""
 
-from collections.abc import Hashable
 import functools
 from typing import Any
 from typing import TypeGuard
@@ -132,19 +131,17 @@ def with_loss_scaling(bare_state: object, opt_state: trees.Tree) -> trees.Tree:
   return _fill(opt_state, bare_state, ())
 
 
+# With `by_name`, containers may have other types, and `got` may lack new fields
+# of loss scaling. Otherwise `got` lacks loss scaling itself.
 def _fill(
   expected: object,
   got: object,
-  path: tuple[Hashable, ...],
+  path: leaves.Path,
   *,
   by_name: bool = False,
   is_inner: bool = False,
 ) -> Any:
-  """Returns `expected` with the values of `got`, or raises if it does not fit.
-
-  With `by_name`, containers may have other types, and `got` may lack new fields
-  of loss scaling. Otherwise `got` lacks loss scaling itself.
-  """
+  """Returns `expected` with the values of `got`, which must fit."""
   if states.is_state(expected) and not by_name:
     inner_state = _fill(expected.inner_state, got, path, is_inner=True)
     return expected._replace(inner_state=inner_state)
@@ -156,21 +153,10 @@ def _fill(
     # This leaf now bypasses the optimizer, which keeps no state for it.
     return expected
   if _is_leaf(expected):
-    # Reads the dtypes before converting `got`: JAX may narrow a NumPy array.
-    is_same = _dtype(expected) == _dtype(got)
-    # The wrapper runs the optimizer in float32, so its state is widened too.
-    is_widened = (
-      is_inner
-      and _is_array(got)
-      and leaves.is_real(got)
-      and leaves.at_least_float32(got.dtype) == _dtype(expected)
-    )
-    is_shaped = _is_leaf(got) and np.shape(expected) == np.shape(got)
-    if not (is_shaped and (is_same or is_widened)):
+    filled = _fill_leaf(expected, got, is_inner)
+    if filled is _NOTHING:
       raise _mismatch(expected, got, path, by_name)
-    if isinstance(expected, (jax.Array, jax.ShapeDtypeStruct)):
-      got = leaves.as_arrays(got)
-    return got if is_same else leaves.widen(got)
+    return filled
   if _is_leaf(got) or not (by_name or type(expected) is type(got)):
     raise _mismatch(expected, got, path, by_name)
   # Static fields of a node, such as the `tx` of a TrainState, are not part of a
@@ -179,11 +165,8 @@ def _fill(
   _, found = _open(got)
   for key in {**children, **found}:
     child, value = children.get(key, _NOTHING), found.get(key, _NOTHING)
-    may_lack = by_name and (
-      (value is _NOTHING and isinstance(expected, _GROWING))
-      or not (jax.tree.leaves(child) and jax.tree.leaves(value))
-    )
-    if (child is _NOTHING or value is _NOTHING) and not may_lack:
+    is_growing = isinstance(expected, _GROWING)
+    if not _may_pair(child, value, by_name, is_growing):
       raise _mismatch(child, value, (*path, key), by_name)
   fill = functools.partial(_fill, by_name=by_name, is_inner=is_inner)
   return jax.tree.unflatten(
@@ -193,6 +176,36 @@ def _fill(
       for key, child in children.items()
     ],
   )
+
+
+def _may_pair(
+  child: object, value: object, by_name: bool, is_growing: bool
+) -> bool:
+  """Returns whether a child and its value are there, or one may be absent."""
+  if child is not _NOTHING and value is not _NOTHING:
+    return True
+  is_new = is_growing and value is _NOTHING
+  is_empty = not (jax.tree.leaves(child) and jax.tree.leaves(value))
+  return by_name and (is_new or is_empty)
+
+
+def _fill_leaf(expected: object, got: object, is_inner: bool) -> object:
+  """Returns `got` in the form of a leaf; `_NOTHING` if it does not fit."""
+  # Reads the dtypes before converting `got`: JAX may narrow a NumPy array.
+  is_same = _dtype(expected) == _dtype(got)
+  # The wrapper runs the optimizer in float32, so its state is widened too.
+  is_widened = (
+    is_inner
+    and _is_array(got)
+    and leaves.is_real(got)
+    and leaves.at_least_float32(got.dtype) == _dtype(expected)
+  )
+  is_shaped = _is_leaf(got) and np.shape(expected) == np.shape(got)
+  if not (is_shaped and (is_same or is_widened)):
+    return _NOTHING
+  if isinstance(expected, (jax.Array, jax.ShapeDtypeStruct)):
+    got = leaves.as_arrays(got)
+  return got if is_same else leaves.widen(got)
 
 
 def _open(
@@ -226,7 +239,7 @@ def _is_array(x: object) -> TypeGuard[jax.Array]:
 
 
 def _mismatch(
-  expected: object, got: object, path: tuple[Hashable, ...], by_name: bool
+  expected: object, got: object, path: leaves.Path, by_name: bool
 ) -> ValueError:
   """Returns the error for the first place where two trees differ."""
   rule = (

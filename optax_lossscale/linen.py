@@ -1,9 +1,9 @@
 """Flax Linen: a train state that a skipped step leaves unchanged."""
 
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Iterable
 from collections.abc import Mapping
-from collections.abc import Set
 import dataclasses
 from typing import Any
 from typing import Self
@@ -99,7 +99,6 @@ class TrainState(train_state.TrainState):
         another besides "params", which would not be trained.
       TypeError: if `tx` is not an optimizer, or a field is missing or unknown.
     """
-    arrays = _array_fields(cls)
     expected = {"params", fp8_ops.OVERWRITE_WITH_GRADIENT}
     if _has_fp8(params) and set(params) != expected:
       raise ValueError(
@@ -110,6 +109,8 @@ class TrainState(train_state.TrainState):
     params = leaves.as_arrays(params)
     opt_state = requirements.as_optimizer("tx", tx).init(_optimized(params))
     _check_opt_state(opt_state)
+    for name in kwargs.keys() & {*_array_fields(cls)}:
+      kwargs[name] = leaves.as_arrays(kwargs[name])
     # Flax's field is for transformations, but takes whatever has an `update`.
     optimizer: Any = tx
     return cls(
@@ -119,10 +120,7 @@ class TrainState(train_state.TrainState):
       tx=optimizer,
       opt_state=opt_state,
       attempts=jnp.full((), 0, jnp.int32),
-      **{
-        name: leaves.as_arrays(value) if name in arrays else value
-        for name, value in kwargs.items()
-      },
+      **kwargs,
     )
 
   @property
@@ -193,9 +191,8 @@ class TrainState(train_state.TrainState):
     if _has_fp8(self.params):
       # The gradients of the other collection are its next values.
       params = core.copy(self.params, {**grads, "params": params})
-    attempted: Self = self.replace(
-      opt_state=opt_state, attempts=optax.safe_increment(self.attempts)
-    )
+    attempts = optax.safe_increment(self.attempts)
+    attempted: Self = self.replace(opt_state=opt_state, attempts=attempts)
     step = optax.safe_increment(self.step)
     return attempted._select(step=step, params=params, **kwargs)
 
@@ -222,16 +219,12 @@ class TrainState(train_state.TrainState):
     for name in new:
       rule = f"`{name}` must keep its structure"
       trees.check_structure(rule, new[name], old[name])
-    kept = by_hand.select_on_skip(self.opt_state, new, old)
-    selected: Self = self.replace(**kept)
-    return selected
+    return self.replace(**by_hand.select_on_skip(self.opt_state, new, old))
 
 
 def _optimized(tree: Any) -> Any:
-  """Returns the part of parameters or gradients that the optimizer gets.
-
-  Flax's own train state passes the same part, so its `opt_state` is the same.
-  """
+  """Returns the part of parameters or gradients that the optimizer gets."""
+  # Flax's own train state passes the same part, so its `opt_state` is the same.
   return tree["params"] if _has_fp8(tree) else tree
 
 
@@ -246,10 +239,7 @@ def _array_fields(state: Any) -> list[str]:
 
 
 def _check_fields(
-  state: TrainState,
-  method: str,
-  new: Iterable[str],
-  own: Set[str] = frozenset(),
+  state: TrainState, method: str, new: Iterable[str], own: Collection[str] = ()
 ) -> None:
   """Raises if a new value is for a field that `method` cannot set."""
   allowed = [name for name in _array_fields(state) if name not in own]

@@ -69,7 +69,9 @@ class LossScale(abc.ABC):
   def __post_init__(self) -> None:
     arguments.check_fields(self, skip=arguments.check_flag)
 
-  if not TYPE_CHECKING:  # Type checkers know the arguments of each rule.
+  # Type checkers know the arguments of each rule, and would take a rule to have
+  # every name.
+  if not TYPE_CHECKING:
 
     def __new__(cls, *args: object, **kwargs: object) -> "LossScale":
       _, *names = (parameters := inspect.signature(cls.__init__).parameters)
@@ -77,6 +79,15 @@ class LossScale(abc.ABC):
       if inspect.Parameter.VAR_KEYWORD not in kinds:
         other_systems.check_arguments(cls.__name__, names, kwargs)
       return super().__new__(cls)
+
+    def __getattr__(self, name: str) -> Any:
+      if name not in _OF_A_SCALER:
+        return object.__getattribute__(self, name)  # Raises what it raised.
+      raise AttributeError(
+        f"a {type(self).__name__} has no `{name}`, since a rule holds no "
+        "state; with tx = loss_scaling(optax.adam(1e-3), rule) write "
+        f"{_OF_A_SCALER[name]}."
+      )
 
   def __init_subclass__(cls, **kwargs: object) -> None:
     super().__init_subclass__(**kwargs)
@@ -95,17 +106,6 @@ class LossScale(abc.ABC):
       return init(self)
 
     type.__setattr__(cls, "init", explained)
-
-  if not TYPE_CHECKING:  # Type checkers would take a rule to have every name.
-
-    def __getattr__(self, name: str) -> Any:
-      if name not in _OF_A_SCALER:
-        return object.__getattribute__(self, name)  # Raises what it raised.
-      raise AttributeError(
-        f"a {type(self).__name__} has no `{name}`, since a rule holds no "
-        "state; with tx = loss_scaling(optax.adam(1e-3), rule) write "
-        f"{_OF_A_SCALER[name]}."
-      )
 
   @abc.abstractmethod
   def init(self) -> Any:

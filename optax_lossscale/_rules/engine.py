@@ -24,6 +24,10 @@ from optax_lossscale._base import bits
 MOST_OVERFLOWS_IN_A_ROW = 1000
 
 
+# The events that may reset the count of overflows.
+_Event = Literal["clean", "growth", "backoff"]
+
+
 class Failure(enum.IntEnum):
   """The reason why a system ends the run; the state holds 0 until it does."""
 
@@ -103,9 +107,7 @@ class Engine:
   # larger count never grows S; with "multiple", growth does not reset it.
   growth_test: Literal["at_least", "equal", "multiple"] = "at_least"
   # These events reset the count of overflows.
-  refill: frozenset[Literal["clean", "growth", "backoff"]] = frozenset(
-    {"clean"}
-  )
+  refill: frozenset[_Event] = frozenset({"clean"})
   # The count of clean steps at the start and after an overflow. With -1, the
   # next growth waits for one more step.
   initial_clean_steps: int = 0
@@ -127,12 +129,11 @@ class Engine:
     def count(is_needed: bool) -> jax.Array | None:
       return jnp.full((), 0, jnp.int32) if is_needed else None
 
+    first = min(self.init_scale, self.max_scale)
     # A float32, because a factor such as 1.5 gives fractions.
     interval = jnp.full((), self.growth_interval, jnp.float32)
     return DynamicLossScaleState(
-      loss_scale=jnp.full(
-        (), min(self.init_scale, self.max_scale), jnp.float32
-      ),
+      loss_scale=jnp.full((), first, jnp.float32),
       clean_steps=jnp.full((), self.initial_clean_steps, jnp.int32),
       overflows=jnp.full((), 0, jnp.int32),
       total_steps=count(self.counts_steps),
@@ -241,8 +242,7 @@ class Engine:
 
   def _can_move(self, step: _Step) -> jax.Array:
     """Returns bool[], True if S may move to the value that the rule wants."""
-    is_usable: jax.Array = arguments.is_usable_scale(step.wanted)
-    return is_usable & ~self._is_held(step)
+    return arguments.is_usable_scale(step.wanted) & ~self._is_held(step)
 
   def _is_held(self, step: _Step) -> jax.Array:
     return step.shrinks & (step.wanted < jnp.float32(self.hold_below))

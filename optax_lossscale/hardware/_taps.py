@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._base import bits
+from optax_lossscale._base import formats
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._base.leaves import is_gradient
 from optax_lossscale._base.leaves import Tree

@@ -21,68 +21,77 @@ also Ascend's, returns a `PrecisionSchedule`.
 """
 
 import functools as _functools
-import importlib as _importlib
 import typing as _typing
 
 from optax_lossscale._base import doors as _doors
 from optax_lossscale._base.other_systems import of_preset as _of_preset
+from optax_lossscale.presets._accelerate_train_mode import accelerate_train_mode
+from optax_lossscale.presets._fairseq import fairseq
+from optax_lossscale.presets._fairseq import metaseq
+from optax_lossscale.presets._jax import flax
+from optax_lossscale.presets._jax import jmp
+from optax_lossscale.presets._megatron import colossalai
+from optax_lossscale.presets._megatron import deepspeed
+from optax_lossscale.presets._megatron import deepspeed_legacy
+from optax_lossscale.presets._megatron import megatron
+from optax_lossscale.presets._megatron import megatron_constant
+from optax_lossscale.presets._mindspore import mindspore
+from optax_lossscale.presets._mindspore import mindspore_amp
+from optax_lossscale.presets._mindspore import mindspore_cell
+from optax_lossscale.presets._mindspore import mindspore_fixed
+from optax_lossscale.presets._npu import npu_exponential
+from optax_lossscale.presets._npu import npu_fixed
+from optax_lossscale.presets._npu import npu_loss_scale_optimizer
+from optax_lossscale.presets._paddle import paddle
+from optax_lossscale.presets._paddle import paddle_op
+from optax_lossscale.presets._pytorch import apex
+from optax_lossscale.presets._pytorch import apex_hysteresis
+from optax_lossscale.presets._pytorch import torch
+from optax_lossscale.presets._pytorch import torch_sharded
+from optax_lossscale.presets._state_dicts import from_state_dict
+from optax_lossscale.presets._state_dicts import to_state_dict
+from optax_lossscale.presets._tensorflow import keras
+from optax_lossscale.presets._tensorflow import tensorflow
+from optax_lossscale.presets._tensorflow import tf_exponential
+from optax_lossscale.presets.declaration import PresetLossScale
 
-if _typing.TYPE_CHECKING:
-  from optax_lossscale.presets._accelerate_train_mode import *
-  from optax_lossscale.presets._fairseq import *
-  from optax_lossscale.presets._jax import *
-  from optax_lossscale.presets._megatron import *
-  from optax_lossscale.presets._mindspore import *
-  from optax_lossscale.presets._npu import *
-  from optax_lossscale.presets._paddle import *
-  from optax_lossscale.presets._pytorch import *
-  from optax_lossscale.presets._state_dicts import *
-  from optax_lossscale.presets._tensorflow import *
-  from optax_lossscale.presets.declaration import *
+__all__ = [
+  "PresetLossScale",
+  "accelerate_train_mode",
+  "apex",
+  "apex_hysteresis",
+  "colossalai",
+  "deepspeed",
+  "deepspeed_legacy",
+  "fairseq",
+  "flax",
+  "from_state_dict",
+  "jmp",
+  "keras",
+  "megatron",
+  "megatron_constant",
+  "metaseq",
+  "mindspore",
+  "mindspore_amp",
+  "mindspore_cell",
+  "mindspore_fixed",
+  "npu_exponential",
+  "npu_fixed",
+  "npu_loss_scale_optimizer",
+  "paddle",
+  "paddle_op",
+  "tensorflow",
+  "tf_exponential",
+  "to_state_dict",
+  "torch",
+  "torch_sharded",
+]
 
-_ROOMS = {
-  "PresetLossScale": ".declaration",
-  "accelerate_train_mode": "._accelerate_train_mode",
-  "apex": "._pytorch",
-  "apex_hysteresis": "._pytorch",
-  "colossalai": "._megatron",
-  "deepspeed": "._megatron",
-  "deepspeed_legacy": "._megatron",
-  "fairseq": "._fairseq",
-  "flax": "._jax",
-  "from_state_dict": "._state_dicts",
-  "jmp": "._jax",
-  "keras": "._tensorflow",
-  "megatron": "._megatron",
-  "megatron_constant": "._megatron",
-  "metaseq": "._fairseq",
-  "mindspore": "._mindspore",
-  "mindspore_amp": "._mindspore",
-  "mindspore_cell": "._mindspore",
-  "mindspore_fixed": "._mindspore",
-  "npu_exponential": "._npu",
-  "npu_fixed": "._npu",
-  "npu_loss_scale_optimizer": "._npu",
-  "paddle": "._paddle",
-  "paddle_op": "._paddle",
-  "tensorflow": "._tensorflow",
-  "tf_exponential": "._tensorflow",
-  "to_state_dict": "._state_dicts",
-  "torch": "._pytorch",
-  "torch_sharded": "._pytorch",
-}
 
-__all__ = sorted(_ROOMS)
-
-if not _typing.TYPE_CHECKING:
+if not _typing.TYPE_CHECKING:  # Type checkers would accept any name.
   __getattr__ = _doors.open_door(
-    __name__, _ROOMS, _functools.partial(_of_preset, presets=__all__)
+    __name__, {}, _functools.partial(_of_preset, presets=__all__)
   )
-
-# Presets are also found by the names in checkpoints and on the command line, so
-# one brings all.
-for _room in sorted({*_ROOMS.values()}):
-  _importlib.import_module(_room, __name__)
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,6 @@
 """Conversion of a scaler's state from another system, and back."""
 
+from collections.abc import Collection
 from collections.abc import Iterable
 from collections.abc import Mapping
 from typing import Any
@@ -189,7 +190,7 @@ def _write(rule: base.LossScale, state: Any) -> dict[str, Any]:
   return written
 
 
-def _restore(rule: base.LossScale, dictionary: object) -> Any:
+def _restore(rule: base.LossScale, dictionary: Mapping[str, object]) -> Any:
   """Returns a rule's state, read from a dictionary."""
   if isinstance(rule, declaration.PresetLossScale):
     keys = _keys_of(rule)
@@ -233,17 +234,13 @@ def _own_leaves(state: object) -> dict[str, jax.Array]:
 
 
 def _read_numbers(
-  system: str, keys: _keys.Keys, dictionary: object
+  system: str, keys: _keys.Keys, dictionary: Mapping[str, object]
 ) -> dict[str, Any]:
   """Returns what a system's dictionary holds, by what its keys hold."""
   # The attributes of an object, such as Flax's, also hold its arguments.
   parameters = declaration.PRESETS[system].parameters.keys() - keys
-  given = {}
-  if isinstance(dictionary, Mapping):
-    rest = dict(dictionary)
-    given = {x: rest.pop(x) for x in dictionary if x in parameters}
-    dictionary = rest
-  values = _read(system, keys, dictionary)
+  values = _read(system, keys, dictionary, ignored=parameters)
+  given = {x: y for x, y in dictionary.items() if x in parameters}
   return given | {
     key.holds: values[name]
     for name, key in keys.items()
@@ -254,7 +251,8 @@ def _read_numbers(
 def _read(
   system: str,
   keys: _keys.Keys | Mapping[str, _keys.LeafKey],
-  dictionary: object,
+  dictionary: Mapping[str, object],
+  ignored: Collection[str] = (),
 ) -> dict[str, Any]:
   """Returns a dictionary's values by key, or raises and lists its problems."""
   if not isinstance(dictionary, Mapping):
@@ -263,6 +261,7 @@ def _read(
       f"{_arguments.kind_of(dictionary)}; of an object pass its state_dict() "
       "or, if it has none, its vars(...)."
     )
+  dictionary = {x: y for x, y in dictionary.items() if x not in ignored}
   came = _flatten(dictionary, keys)
   _refuse_traced("state_dict", came.values(), "from_state_dict")
   needed = {name: key for name, key in keys.items() if key is not None}

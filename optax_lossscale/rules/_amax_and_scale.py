@@ -10,6 +10,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
+from jax.typing import DTypeLike
 import numpy as np
 
 from optax_lossscale._base import arguments
@@ -46,12 +47,10 @@ def leap_up(exponent: jax.Array) -> jax.Array:
 
 
 def read_step(
-  loss_scale: jax.Array, overflow: ArrayLike, amax: ArrayLike | None
+  state: object, overflow: ArrayLike, amax: ArrayLike | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns the overflow, the amax, and whether amax shows where S belongs.
-
-  0, inf and NaN do not, nor do subnormals, which a backend may flush to 0.
-  """
+  """Returns the overflow, the amax, and whether amax shows where S belongs."""
+  loss_scale = arguments.scale_of(state)
   if amax is None:
     raise ValueError(
       "`amax` must be passed to update, got None: this rule moves S by it. "
@@ -63,36 +62,35 @@ def read_step(
       f"`amax` must be a real scalar, got {arguments.shown(amax)}."
     )
   amax = jnp.asarray(arguments.as_finite("amax", amax), jnp.float32)
+  # 0, inf and NaN do not show it, nor do subnormals, which a backend may flush
+  # to 0.
   is_finite = jnp.isfinite(amax)
   tells = is_finite & (amax >= arguments.SMALLEST_SCALE)
   return overflow | ~is_finite, amax, tells
 
 
 def fitting_exponent(
-  amax: jax.Array, loss_scale: jax.Array, limit: float
+  amax: jax.Array, loss_scale: jax.Array, dtype: DTypeLike
 ) -> jax.Array:
-  """Returns the largest e such that amax is at most `limit` with S = 2**e.
-
-  `loss_scale` is rounded down to a power of two, so the result may be 1 too
-  small.
-  """
-  mantissa, limit_exponent = math.frexp(limit)
+  """Returns the largest e such that amax fits into `dtype` with S = 2**e."""
+  # S is rounded down to a power of two, so the result may be 1 too small.
+  mantissa, limit_exponent = math.frexp(float(jnp.finfo(dtype).max))
   limit_fraction = int((2 * mantissa - 1) * 2**_FRACTION_BITS)
   bits = lax.bitcast_convert_type(amax, jnp.int32)
   fraction = bits & (2**_FRACTION_BITS - 1)
   doublings = limit_exponent - 1 - exponent(amax)
   # The last doubling fits unless amax's fraction is above the limit's.
   is_above = (fraction > limit_fraction).astype(jnp.int32)
-  fitting: jax.Array = exponent(loss_scale) + doublings - is_above
-  return fitting
+  return exponent(loss_scale) + doublings - is_above
 
 
 def check_bits(name: str, value: object) -> int:
   """Returns `value` as an int from 0 to 126."""
   bits = arguments.check_integer(name, value, unit="bits")
   if not 0 <= bits <= 126:
-    got = arguments.shown(value)
-    raise ValueError(f"`{name}` must be between 0 and 126 bits, got {got}.")
+    raise ValueError(
+      f"`{name}` must be between 0 and 126 bits, got {arguments.shown(value)}."
+    )
   return bits
 
 

@@ -9,7 +9,6 @@ from jax.typing import ArrayLike
 from jax.typing import DTypeLike
 
 from optax_lossscale._base import arguments
-from optax_lossscale._base import formats
 from optax_lossscale._rules import base
 from optax_lossscale.rules import _amax_and_scale
 
@@ -64,10 +63,10 @@ class HeadroomLossScale(base.LossScale):
   have had at least `headroom` bits left: amax * 2**headroom is at most the
   largest finite value of `dtype`. No step is lost to probing for S.
 
-  An overflow does not show by how much S was too large. S falls by one bit,
-  then by two, three and so on if overflows follow in a row. It stays below the
-  value that overflowed, and rises by one bit after every four windows of clean
-  steps, unless their amax shows that S was too large.
+  On an overflow S falls by one bit, then by two, three and so on if overflows
+  follow in a row. It stays below the value that overflowed, and rises by one
+  bit after every four windows of clean steps, unless their amax shows that S
+  was too large.
 
   Before the first clean step with a nonzero amax, or after `window` steps
   without one, no amax is known. S then leaps 16 bits down on an overflow, and
@@ -162,11 +161,9 @@ class HeadroomLossScale(base.LossScale):
     Raises:
       ValueError: if `amax` is None.
     """
-    overflow, amax, tells = _amax_and_scale.read_step(
-      arguments.scale_of(state), overflow, amax
-    )
+    overflow, amax, tells = _amax_and_scale.read_step(state, overflow, amax)
     fitting = _amax_and_scale.fitting_exponent(
-      amax, state.loss_scale, formats.largest(self.dtype)
+      amax, state.loss_scale, self.dtype
     )
     fitting_exponents = jnp.where(
       jnp.arange(self.window, dtype=jnp.int32) == state.next_entry,

@@ -1,6 +1,7 @@
 """OpenSeq2Seq's LogMax rule: log2(amax) modeled as normally distributed."""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -116,11 +117,8 @@ class LogMaxLossScale(base.LossScale):
 
   def init(self) -> LogMaxLossScaleState:
     """Returns the state before the first step."""
-
-    def number(value: float) -> jax.Array:
-      # Each number has its own buffer, so that the state can be donated.
-      return jnp.full((), value, jnp.float32)
-
+    # Each number has its own buffer, so that the state can be donated.
+    number = functools.partial(jnp.full, (), dtype=jnp.float32)
     return LogMaxLossScaleState(
       loss_scale=number(min(max(1.0, self.scale_min), self.scale_max)),
       mean=number(0),
@@ -143,9 +141,7 @@ class LogMaxLossScale(base.LossScale):
     Raises:
       ValueError: if `amax` is None.
     """
-    overflow, amax, tells = _amax_and_scale.read_step(
-      arguments.scale_of(state), overflow, amax
-    )
+    overflow, amax, tells = _amax_and_scale.read_step(state, overflow, amax)
     # Damaged statistics are reset, because they and S would never recover.
     fresh = self.init()._replace(loss_scale=state.loss_scale)
     least = jnp.stack([state.variance, state.weight, state.slow_weight])

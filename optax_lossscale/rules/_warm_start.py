@@ -10,7 +10,6 @@ from jax.typing import ArrayLike
 from jax.typing import DTypeLike
 
 from optax_lossscale._base import arguments
-from optax_lossscale._base import formats
 from optax_lossscale._base import switches
 from optax_lossscale._rules import base
 from optax_lossscale._step import requirements
@@ -35,8 +34,7 @@ class WarmStartState(NamedTuple):
   @property
   def loss_scale(self) -> jax.Array:
     """float32[], the loss scale S."""
-    loss_scale: jax.Array = self.rule_state.loss_scale
-    return loss_scale
+    return self.rule_state.loss_scale
 
   @property
   def inv_scale(self) -> jax.Array:
@@ -138,12 +136,11 @@ class WarmStart(base.LossScale):
     Raises:
       ValueError: if `amax` is None.
     """
-    is_over, amax, tells = _amax_and_scale.read_step(
-      arguments.scale_of(state), overflow, amax
-    )
+    is_over, amax, tells = _amax_and_scale.read_step(state, overflow, amax)
     moved = self.rule.update(state.rule_state, overflow, amax=amax)
-    limit = formats.largest(self.dtype)
-    fitting = _amax_and_scale.fitting_exponent(amax, state.loss_scale, limit)
+    fitting = _amax_and_scale.fitting_exponent(
+      amax, state.loss_scale, self.dtype
+    )
     exponent = _amax_and_scale.exponent(state.loss_scale)
     probed = jnp.where(
       is_over,
