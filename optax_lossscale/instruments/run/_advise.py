@@ -140,7 +140,7 @@ def advise(
     >>> print(advice.reason.partition("; ")[2])
     overflows 3 -> 0 of 100, mean headroom 1.0 -> 1.0 bits
   """
-  _replay.check_history(history)
+  _history.check_history(history)
   if not len(history.step):
     return []
   tuning = _Tuning(history, rule, check)

@@ -207,6 +207,16 @@ def get_history(
   return History(step + 1, scales[places], amaxes[places], overflows[places])
 
 
+def check_history(history: object) -> None:
+  """Raises TypeError if `history` is not a History."""
+  if not isinstance(history, History):
+    raise TypeError(
+      f"`history` must be a History, got {arguments.kind_of(history)}; "
+      "instruments.get_history takes one out of a training state, and "
+      "instruments.read_history reads one from a file."
+    )
+
+
 def _find_record(opt_state: object, path: str | None) -> shared.RecordState:
   nodes = jax.tree.leaves_with_path(
     opt_state, is_leaf=lambda x: isinstance(x, shared.RecordState)

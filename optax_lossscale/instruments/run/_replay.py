@@ -139,7 +139,7 @@ def replay(
     >>> print(np.log2(replay.history.loss_scale), replay.lost_steps)
     [24. 23. 22. 22.] 2
   """
-  check_history(history)
+  _history.check_history(history)
   requirements.check_rule("rule", rule)
   requirements.check_first_state(rule)
   requirements.check_check(check)
@@ -164,16 +164,6 @@ def replay(
     stalled=stalled,
     dtype=check.dtype,
   )
-
-
-def check_history(history: object) -> None:
-  """Raises TypeError if `history` is not a History."""
-  if not isinstance(history, _history.History):
-    raise TypeError(
-      f"`history` must be a History, got {arguments.kind_of(history)}; "
-      "instruments.get_history takes one out of a training state, and "
-      "instruments.read_history reads one from a file."
-    )
 
 
 class Known(NamedTuple):
