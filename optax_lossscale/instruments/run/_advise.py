@@ -162,10 +162,9 @@ class _Tuning:
     # S may come from a checkpoint even at step 1. But if S never moves, the run
     # was recorded at a fixed S, in order to replay other rules on it.
     scales = np.asarray(history.loss_scale)
-    firsts = scales[0], self.replay.history.loss_scale[0]
-    self.begins = int(history.step[0]) <= 1 and (
-      firsts[0] == firsts[1] or bool(np.all(scales == scales[0]))
-    )
+    is_first = scales[0] == self.replay.history.loss_scale[0]
+    is_constant = np.all(scales == scales[0])
+    self.begins = history.step[0] <= 1 and (is_first or is_constant)
     # A fixed rule keeps its own S, whatever S the history begins with.
     if not self.begins and not self.is_fixed:
       self.run = functools.partial(self.run, loss_scale=float(scales[0]))

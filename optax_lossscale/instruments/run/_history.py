@@ -85,9 +85,8 @@ def record(
   """Wraps an optimizer so that its state records the last steps.
 
   For each step, S, amax and the overflow flag, 9 bytes in all, are written to
-  arrays in the state. This works inside jit and does not wait for the host.
-  `get_history` reads these arrays at any time. Steps that `skip=` skipped are
-  left out and not counted, since the rule does not see them.
+  arrays in the state, also inside jit, and never wait for the host. Steps that
+  `skip=` skipped are left out and not counted: the rule does not see them.
 
   Args:
     tx: an optimizer with `loss_scaling` in it, at any depth.
