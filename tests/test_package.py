@@ -5,6 +5,7 @@ import collections
 import importlib.metadata
 import inspect
 import pathlib
+import re
 import subprocess
 import sys
 import typing
@@ -72,6 +73,64 @@ import optax_lossscale.presets
     [sys.executable, "-c", program], capture_output=True, text=True, check=True
   )
   assert result.stdout == ""
+
+
+def loaded_by(program):
+  """Returns the modules that a program has loaded when it ends."""
+  program += "\nprint(*(x.__name__ for x in [*sys.modules.values()] if x))"
+  result = subprocess.run(
+    [sys.executable, "-c", f"import sys\n{program}"],
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  return result.stdout.split()
+
+
+def test_training_loads_no_instrument_no_preset_and_no_flax():
+  found = loaded_by("""
+import jax, jax.numpy as jnp, optax, optax_lossscale as ols
+tx = ols.loss_scaling(optax.sgd(0.5), ols.DynamicLossScale())
+@jax.jit
+def step(x, state):
+  loss_fn = ols.autocast(lambda x: jnp.sum(x @ x), "O1")
+  _, grads = ols.scaled_value_and_grad(loss_fn, state)(x)
+  updates, state = tx.update(grads, state, x)
+  return optax.apply_updates(x, updates), state
+step(jnp.ones((2, 2)), tx.init(jnp.ones((2, 2))))
+""")
+  own = [x for x in found if x.startswith("optax_lossscale")]
+  late = "instruments", "compiled", "presets", "rules", "plot", "cli"
+  assert not {*late} & {part for x in own for part in x.split(".")[1:2]}
+  assert "flax" not in found
+  lines = [
+    len(inspect.getsource(importlib.import_module(x)).splitlines()) for x in own
+  ]
+  assert sum(lines) <= 11_000
+
+
+@pytest.mark.parametrize("room", {*ols.instruments._ROOMS.values()})
+def test_an_instrument_loads_its_room_alone(room):
+  names = [x for x, y in ols.instruments._ROOMS.items() if y == room]
+  got = "; ".join(f"ols.instruments.{x}" for x in names)
+  found = loaded_by(f"import optax_lossscale as ols; {got}")
+  rooms = {
+    re.sub(r"^optax_lossscale\.(instruments)?", "", x)
+    for x in found
+    if re.match(r"optax_lossscale\.(instruments\.\w+|compiled)$", x)
+  }
+  assert rooms == {room.removeprefix(".."), ".shared"}, names
+
+
+def test_a_door_has_the_names_that_its_rooms_say():
+  for name, room in ols.instruments._ROOMS.items():
+    module = importlib.import_module(room, "optax_lossscale.instruments")
+    assert name in module.__all__
+    assert getattr(ols.instruments, name) is getattr(module, name)
+  assert ols.instruments.__all__ == dir(ols.instruments)
+  assert not hasattr(ols.instruments, "replays")
+  with pytest.raises(AttributeError, match="did you mean 'replay'"):
+    _ = ols.instruments.replays
 
 
 @pytest.mark.slow

@@ -78,35 +78,16 @@ def advise(
 ) -> list[Advice]:
   """Returns what to change in a rule, given a run that was recorded with it.
 
-  If the gradients do not follow S, like those of `jax.grad`, it reports nothing
-  else. Faults that no argument mends come first: NaN that probably no S
-  prevents, and overflows with amax 1 bit or more below the dtype's limit, which
-  the caller or a status register reported. Then, in this order, come:
+  It looks for overflows and unused range and proposes values that mend them, if
+  a replay of the recorded steps confirms it. docs/guides/instruments.md lists
+  what it looks for and what it proposes, in order. Faults that no argument
+  mends come first, such as NaN that probably no S prevents. If the gradients do
+  not follow S, like those of `jax.grad`, it reports nothing else.
 
-  - overflows with S at its floor: a lower `min_scale`. If the rule has no such
-    argument, nothing else helps;
-  - 3 or more overflows before the first clean step: the `init_scale` that the
-    first clean step had;
-  - S at its ceiling on a tenth of the steps, each with at least 6 bits of
-    headroom: a larger `max_scale`;
-  - at least 6 bits of headroom on every step of the first tenth of the run: a
-    larger `init_scale`;
-  - overflows on more than 1 step in 1000 (and more than one) after the first
-    clean step: a longer `growth_interval`, doubled until overflows are rarer;
-    then a `hysteresis` of 1, and more `headroom`;
-  - a mean headroom of 6 bits or more: a shorter `growth_interval`, halved until
-    the mean is less; then a larger `hysteresis`, and less `headroom`.
-
-  A fixed S is moved for the last two, to the S that leaves 2 bits of headroom
-  on all but 1 step in 1000. A value is proposed only if a replay confirms it: a
-  quarter of the overflows in question must go, or the mean headroom shrink by 1
-  bit with overflows on at most 1 step in 1000. (A larger `max_scale` need not
-  help yet.) Nothing is proposed from fewer than 100 steps, nor a larger S for a
-  dtype with the range of float32, where unused range does no harm.
-
-  Figures marked "in a replay" were not recorded. A count is "at best" if amax
-  was inf on more than a tenth of the steps. See `replay` for what a replay
-  cannot show.
+  Nothing is proposed from fewer than 100 steps, nor a larger S for a dtype with
+  the range of float32, where unused range does no harm. Figures marked "in a
+  replay" were not recorded. A count is "at best" if amax was inf on more than a
+  tenth of the steps.
 
   Args:
     history: the recorded steps, ideally some thousands. If the first step is
@@ -140,7 +121,7 @@ def advise(
     >>> print(advice.reason.partition("; ")[2])
     overflows 3 -> 0 of 100, mean headroom 1.0 -> 1.0 bits
   """
-  _replay.check_history(history)
+  _history.check_history(history)
   if not len(history.step):
     return []
   tuning = _Tuning(history, rule, check)
@@ -181,10 +162,9 @@ class _Tuning:
     # S may come from a checkpoint even at step 1. But if S never moves, the run
     # was recorded at a fixed S, in order to replay other rules on it.
     scales = np.asarray(history.loss_scale)
-    firsts = scales[0], self.replay.history.loss_scale[0]
-    self.begins = int(history.step[0]) <= 1 and (
-      firsts[0] == firsts[1] or bool(np.all(scales == scales[0]))
-    )
+    is_first = scales[0] == self.replay.history.loss_scale[0]
+    is_constant = np.all(scales == scales[0])
+    self.begins = history.step[0] <= 1 and (is_first or is_constant)
     # A fixed rule keeps its own S, whatever S the history begins with.
     if not self.begins and not self.is_fixed:
       self.run = functools.partial(self.run, loss_scale=float(scales[0]))

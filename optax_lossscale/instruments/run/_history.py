@@ -85,9 +85,8 @@ def record(
   """Wraps an optimizer so that its state records the last steps.
 
   For each step, S, amax and the overflow flag, 9 bytes in all, are written to
-  arrays in the state. This works inside jit and does not wait for the host.
-  `get_history` reads these arrays at any time. Steps that `skip=` skipped are
-  left out and not counted, since the rule does not see them.
+  arrays in the state, also inside jit, and never wait for the host. Steps that
+  `skip=` skipped are left out and not counted: the rule does not see them.
 
   Args:
     tx: an optimizer with `loss_scaling` in it, at any depth.
@@ -205,6 +204,16 @@ def get_history(
   step = np.arange(max(0, int(steps) - len(scales)), int(steps))
   places = step % len(scales)
   return History(step + 1, scales[places], amaxes[places], overflows[places])
+
+
+def check_history(history: object) -> None:
+  """Raises TypeError if `history` is not a History."""
+  if not isinstance(history, History):
+    raise TypeError(
+      f"`history` must be a History, got {arguments.kind_of(history)}; "
+      "instruments.get_history takes one out of a training state, and "
+      "instruments.read_history reads one from a file."
+    )
 
 
 def _find_record(opt_state: object, path: str | None) -> shared.RecordState:

@@ -16,7 +16,6 @@ import numpy as np
 from optax_lossscale._base import arguments
 from optax_lossscale._base.arguments import shown
 from optax_lossscale.instruments.run import _history
-from optax_lossscale.instruments.run import _replay
 
 # The rule for the values of a column, as text and as a test.
 _COLUMNS: dict[str, tuple[str, Callable[[float], object]]] = {
@@ -103,16 +102,15 @@ def write_history(
     ValueError: if the arrays of `history` have different lengths.
   """
   path = arguments.check_file("path", path)
-  _replay.check_history(history)
+  _history.check_history(history)
   shapes = [np.shape(x) for x in history]
   if len({*shapes}) > 1 or len(shapes[0]) != 1:
     raise ValueError(f"`history` must have arrays of one length, got {shapes}.")
   lines = [",".join(history._fields)]
-  rows = zip(*map(np.asarray, history), strict=True)
-  for step, scale, amax, overflow in rows:
-    # The text of a float32 is the shortest that reads back as the same one.
-    floats = ",".join(map(_text_of, (scale, amax)))
-    lines.append(f"{step},{floats},{_text_of(overflow, int)}")
+  # The text of a float32 is the shortest that reads back as the same one.
+  kinds = (str, np.float32, np.float32, int)
+  for row in zip(*map(np.asarray, history), strict=True):
+    lines.append(",".join(map(_text_of, row, kinds)))
   text = "\n".join([*lines, ""])
   try:
     _read(io.StringIO(text))
@@ -123,7 +121,7 @@ def write_history(
   _replace(path, text)
 
 
-def _text_of(value: object, kind: type = np.float32) -> str:
+def _text_of(value: object, kind: type) -> str:
   """Returns a number as text, and anything else as it is."""
   try:
     return str(kind(value))
@@ -163,13 +161,11 @@ def _lines(file: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
     for cells in reader:
       yield f"line {reader.line_num}", cells
   except csv.Error as error:
+    rule, why = "have cells between commas", f": {error}"
     if reader.line_num < 2:
-      raise ValueError(
-        f"line 1: must {_HEADER}, got text that is not CSV."
-      ) from error
+      rule, why = _HEADER, ""
     raise ValueError(
-      f"line {reader.line_num}: must have cells between commas, got text that "
-      f"is not CSV: {error}."
+      f"line {reader.line_num}: must {rule}, got text that is not CSV{why}."
     ) from error
 
 

@@ -1,6 +1,5 @@
 """One table of the leaves of a tree: amax, and elements by exponent."""
 
-from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Sequence
 import dataclasses
@@ -22,6 +21,7 @@ from optax_lossscale._base import bits as _bits
 from optax_lossscale._base import formats as _formats
 from optax_lossscale._base import leaves
 from optax_lossscale._base import switches
+from optax_lossscale._base.arguments import shown
 from optax_lossscale._step import averages
 from optax_lossscale._step import checks
 from optax_lossscale._step import devices
@@ -43,9 +43,9 @@ class LeafStats:
 
   It is a pytree with one row for each of the n leaves. `a + b` counts two trees
   of the same leaves together, such as the gradients of two steps, also inside
-  jit and `jax.lax.scan`. Each count wraps around at 2**32. Methods that return
-  Python numbers read the arrays on the host, and raise a TypeError if these are
-  traced and a ValueError if they are a stack of several `LeafStats`.
+  jit. Each count wraps around at 2**32. Methods that return Python numbers read
+  the arrays on the host, and raise a TypeError if these are traced and a
+  ValueError if they are a stack of several `LeafStats`.
 
   Attributes:
     counts: uint32[n, 277], how many non-zero finite elements have each
@@ -91,9 +91,8 @@ class LeafStats:
     if (self.paths, self.dtypes) != (other.paths, other.dtypes):
       raise ValueError(
         "The two sides of + must be of the same leaves, got "
-        f"{arguments.shown(self.paths)} and {arguments.shown(other.paths)}, of "
-        f"dtypes {arguments.shown(self.dtypes)} and "
-        f"{arguments.shown(other.dtypes)}."
+        f"{shown(self.paths)} and {shown(other.paths)}, of dtypes "
+        f"{shown(self.dtypes)} and {shown(other.dtypes)}."
       )
     both = map(_bits.magnitude_bits, (self.amax, other.amax))
     amax = lax.bitcast_convert_type(jnp.maximum(*both), self.amax.dtype)
@@ -123,8 +122,8 @@ class LeafStats:
     """
     if not isinstance(path, str) or path not in self.paths:
       raise ValueError(
-        f"`path` must be that of a leaf, got {arguments.shown(path)}; the "
-        f"leaves are {arguments.shown(self.paths)}."
+        f"`path` must be that of a leaf, got {shown(path)}; the leaves are "
+        f"{shown(self.paths)}."
       )
     i = self.paths.index(path)
     row: LeafStats = jax.tree.map(lambda x: x[i : i + 1], self)
@@ -161,11 +160,10 @@ class LeafStats:
 
     Loss scaling exists to reduce this share. The backward pass may lose more on
     the way to these gradients, which only `gradient_error` shows. An element
-    becomes 0 if S times it is below half the smallest number of `dtype`, so
-    below 2**-25 in float16. Elements of exactly that half become 0 too, but
-    count as kept, which matters where elements have few bits. If S is not a
-    power of two, the limit is inside the range of one exponent, whose elements
-    count in proportion.
+    counts as lost if S times it is below half the smallest number of `dtype`,
+    so below 2**-25 in float16, but not if it is exactly that half. If S is not
+    a power of two, the limit is inside the range of one exponent, whose
+    elements count in proportion.
 
     Args:
       dtype: the computation's dtype, such as jnp.float16 or jnp.float8_e5m2.
@@ -213,25 +211,21 @@ class LeafStats:
       ValueError: if the check's tree of dtypes does not fit the leaves.
     """
     requirements.check_check(check)
-    amaxes = self._known(self.amax)
-    return {
-      path: _headroom(
-        float(amax),
-        _formats.limit(dtype, _computation_dtype(check, key, path, dtype)),
-      )
-      for path, key, dtype, amax in zip(
-        self.paths, self._keys, self.dtypes, amaxes, strict=True
-      )
-    }
+    amaxes = self._known(self.amax).tolist()
+    headroom = {}
+    rows = zip(self.paths, self._keys, self.dtypes, amaxes, strict=True)
+    for path, key, dtype, amax in rows:
+      limit = _formats.limit(dtype, _computation_dtype(check, key, path, dtype))
+      headroom[path] = _headroom(amax, limit)
+    return headroom
 
   def first_to_overflow(self, check: checks.Check = checks.nonfinite()) -> str:
     """Returns the path of the leaf that overflowed, or will overflow next.
 
     This leaf keeps S down, so its layer is the one to compute in float32 or to
     check for a fault. An inf takes precedence over a NaN, because a backward
-    pass turns inf into NaN in all earlier layers, but never NaN into inf.
-
-    If several leaves overflowed, it returns the first in the tree; the
+    pass turns inf into NaN in all earlier layers, but never NaN into inf. Of
+    several leaves that overflowed, it returns the first in the tree; the
     gradients of a clean step tell which one overflows first.
 
     Args:
@@ -360,15 +354,9 @@ def leaf_stats(
     largest = lax.pmax(_bits.magnitude_bits(amax), names)
     amax = lax.bitcast_convert_type(largest, amax.dtype)
   counts, zeros, subnormals, nonfinite = sums
+  keys = tuple(shared.by_path(tree))
   return LeafStats(
-    counts,
-    zeros,
-    subnormals,
-    nonfinite,
-    amax,
-    tuple(named),
-    dtypes,
-    tuple(shared.by_path(tree)),
+    counts, zeros, subnormals, nonfinite, amax, tuple(named), dtypes, keys
   )
 
 
@@ -385,19 +373,18 @@ def _computation_dtype(
   check: checks.Check, key: leaves.Path, name: str, own: np.dtype
 ) -> np.dtype | None:
   """Returns the dtype that a check names for a leaf; None for its own."""
-  if not checks.is_function(check.dtype):
-    given = dict(jax.tree.leaves_with_path(check.dtype, is_leaf=leaves.is_none))
-    beginnings = [key[:i] for i in range(len(key) + 1)]
-    found = [given[x] for x in beginnings if x in given]
-    if not found:
-      raise ValueError(
-        "`dtype` must be a tree of dtypes whose structure is a prefix of the "
-        f"gradients', got none for the one at {name!r}."
-      )
-    check = dataclasses.replace(check, dtype=found[0])
-  leaf = jax.ShapeDtypeStruct((), own)
-  [(_, dtype)] = checks.with_computation_dtypes(check, {name: leaf})
-  return dtype
+  if checks.is_function(check.dtype):
+    leaf = jax.ShapeDtypeStruct((), own)
+    [(_, dtype)] = checks.with_computation_dtypes(check, {name: leaf})
+    return dtype
+  given = dict(jax.tree.leaves_with_path(check.dtype, is_leaf=leaves.is_none))
+  found = [given[key[:i]] for i in range(len(key) + 1) if key[:i] in given]
+  if not found:
+    raise ValueError(
+      "`dtype` must be a tree of dtypes whose structure is a prefix of the "
+      f"gradients', got none for the one at {name!r}."
+    )
+  return found[0]
 
 
 # Jitted even if the caller is not, since each operation would otherwise write
@@ -436,31 +423,30 @@ def _by_scatter(x: jax.Array, length: int) -> jax.Array:
 
   On a CPU, comparing each element with every exponent is fifty times slower.
   """
-  scatter: Callable[[jax.Array], jax.Array] = functools.partial(
-    _scatter, length=length
-  )
+
+  def scatter(x: jax.Array) -> jax.Array:
+    bits = _bits.magnitude_bits(x)
+    fraction_bits = int(jnp.finfo(x.dtype).nmant)
+    exponent = bits >> np.array(fraction_bits, bits.dtype)
+    # The highest set bit of a subnormal number gives its exponent.
+    width = np.array(8 * bits.dtype.itemsize, bits.dtype)
+    place = jnp.where(
+      exponent > 0,
+      exponent + np.array(fraction_bits, bits.dtype),
+      width - lax.clz(bits),
+    )
+    counts = jnp.zeros(length, jnp.uint32)
+    return counts.at[place.astype(jnp.int32)].add(np.uint32(1))
+
   mesh = jax.typeof(x).sharding.mesh
-  if AxisType.Explicit in mesh.axis_types:
-    # JAX cannot shard a scatter in explicit mode, but the compiler can: each
-    # device counts its part, and the counts are added.
-    replicated = jax.NamedSharding(mesh, jax.P())
-    scatter = jax.sharding.auto_axes(scatter, out_sharding=replicated)
-  return scatter(x)
-
-
-def _scatter(x: jax.Array, length: int) -> jax.Array:
-  bits = _bits.magnitude_bits(x)
-  fraction_bits = int(jnp.finfo(x.dtype).nmant)
-  exponent = bits >> np.array(fraction_bits, bits.dtype)
-  # The highest set bit of a subnormal number gives its exponent.
-  width = np.array(8 * bits.dtype.itemsize, bits.dtype)
-  place = jnp.where(
-    exponent > 0,
-    exponent + np.array(fraction_bits, bits.dtype),
-    width - lax.clz(bits),
-  )
-  counts = jnp.zeros(length, jnp.uint32)
-  return counts.at[place.astype(jnp.int32)].add(np.uint32(1))
+  if AxisType.Explicit not in mesh.axis_types:
+    return scatter(x)
+  # JAX cannot shard a scatter in explicit mode, but the compiler can: each
+  # device counts its part, and the counts are added.
+  replicated = jax.NamedSharding(mesh, jax.P())
+  sharded = jax.sharding.auto_axes(scatter, out_sharding=replicated)
+  counts: jax.Array = sharded(x)
+  return counts
 
 
 def _by_comparison(x: jax.Array, length: int) -> jax.Array:

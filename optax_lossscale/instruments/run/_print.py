@@ -57,10 +57,8 @@ def print_loss_scale(
 def _print(is_due: jax.Array, **metrics: jax.Array) -> None:
   if jax.process_index() != 0 or not is_due:
     return
-  applied, skipped = (
-    int(metrics["applied_steps"]),
-    int(metrics["skipped_steps"]),
-  )
+  applied = int(metrics["applied_steps"])
+  skipped = int(metrics["skipped_steps"])
   outcome = "skipped by `skip`" if metrics["skipped"] else "clean"
   if metrics["overflow"]:
     outcome = "overflow with NaN" if metrics["nan"] else "overflow"

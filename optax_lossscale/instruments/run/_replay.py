@@ -95,19 +95,9 @@ def replay(
   cannot show how losing or keeping a step changes the training after it, so
   compare rules on a history with few overflows.
 
-  A recorded overflow carries little information. A replay reads it as follows:
-
-  - amax is inf at an S of S0: every S of S0 or more overflows. Below S0 the
-    step counts as clean, with an amax of max / S0 times S, the largest amax
-    that is clean up to S0. The true amax may have been larger.
-  - amax is finite and less than 1 bit below the dtype's limit, as in
-    saturation: the same, but with the recorded amax.
-  - amax is finite and 1 bit or more below the limit: the cause is not S, but
-    the caller's `overflow=`, such as a limit on the norm, or a status register.
-    The step overflows at every S.
-  - amax is NaN: the same as inf, since a backward pass turns inf into NaN. But
-    the step is NaN at every S if the last or next clean step had an S of S0 or
-    more, and the 16 clean steps on each side would all have 6 bits left at S0.
+  A recorded overflow carries little information: the largest S at which the
+  step would be clean is not known. docs/guides/instruments.md says how a replay
+  reads it.
 
   Args:
     rule: any rule.
@@ -139,7 +129,7 @@ def replay(
     >>> print(np.log2(replay.history.loss_scale), replay.lost_steps)
     [24. 23. 22. 22.] 2
   """
-  check_history(history)
+  _history.check_history(history)
   requirements.check_rule("rule", rule)
   requirements.check_first_state(rule)
   requirements.check_check(check)
@@ -164,16 +154,6 @@ def replay(
     stalled=stalled,
     dtype=check.dtype,
   )
-
-
-def check_history(history: object) -> None:
-  """Raises TypeError if `history` is not a History."""
-  if not isinstance(history, _history.History):
-    raise TypeError(
-      f"`history` must be a History, got {arguments.kind_of(history)}; "
-      "instruments.get_history takes one out of a training state, and "
-      "instruments.read_history reads one from a file."
-    )
 
 
 class Known(NamedTuple):

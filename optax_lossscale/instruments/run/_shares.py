@@ -50,18 +50,15 @@ def swallowed_share(params: optax.Params, updates: optax.Updates) -> jax.Array:
       f"{min(names[x] for x in new.keys() - old.keys())!r}, and `params` with "
       f"arrays at {sorted(names[x] for x in old)}."
     )
-  for path, update in new.items():
-    shapes = old[path].shape, update.shape
-    if shapes[0] != shapes[1]:
-      raise ValueError(
-        f"`updates` must have the shapes of the parameters, got {shapes[1]} "
-        f"for a parameter of shape {shapes[0]} at {names[path]!r}."
-      )
   counts = jnp.zeros(2, jnp.float32)
   for path, update in new.items():
+    if update.shape != old[path].shape:
+      raise ValueError(
+        f"`updates` must have the shapes of the parameters, got {update.shape} "
+        f"for a parameter of shape {old[path].shape} at {names[path]!r}."
+      )
     # Adds in float32, since a uint32 sum over many leaves could wrap around.
-    leaf = _count_swallowed(old[path], update)
-    counts += leaf.astype(jnp.float32)
+    counts += _count_swallowed(old[path], update).astype(jnp.float32)
   return counts[0] / jnp.maximum(counts[1], 1)
 
 
