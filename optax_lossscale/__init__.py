@@ -28,10 +28,6 @@ from optax_lossscale._precision.master_weights import master_weights
 from optax_lossscale._precision.master_weights import MasterWeightsState
 from optax_lossscale._precision.policy import get_policy
 from optax_lossscale._precision.policy import Policy
-from optax_lossscale._precision.precision_schedule import PrecisionSchedule
-from optax_lossscale._precision.precision_schedule import PrecisionScheduleState
-from optax_lossscale._precision.stochastic_rounding import low_precision_state
-from optax_lossscale._precision.stochastic_rounding import stochastic_rounding
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.dynamic import DynamicLossScale
 from optax_lossscale._rules.engine import DynamicLossScaleState
@@ -98,18 +94,24 @@ __all__ = [
   "unscale",
 ]
 
-# These are loaded only when used, since they are a third of the library, and
-# some of them load Flax or matplotlib.
-_ROOMS = {
-  "checkpoints": ".checkpoints",
-  "experimental": ".experimental",
-  "hardware": ".hardware",
-  "instruments": ".instruments",
-  "linen": ".linen",
-  "nnx": ".nnx",
-  "plot": ".plot",
-  "presets": ".presets",
-  "rules": ".rules",
+# These are loaded only when used, since they are half of the library, and some
+# of them load Flax or matplotlib.
+_MODULES = [
+  "checkpoints",
+  "experimental",
+  "hardware",
+  "instruments",
+  "linen",
+  "nnx",
+  "plot",
+  "presets",
+  "rules",
+]
+_ROOMS = {x: f".{x}" for x in _MODULES} | {
+  "PrecisionSchedule": "._precision.precision_schedule",
+  "PrecisionScheduleState": "._precision.precision_schedule",
+  "low_precision_state": "._precision.stochastic_rounding",
+  "stochastic_rounding": "._precision.stochastic_rounding",
 }
 
 
@@ -118,8 +120,8 @@ def _remedy(name: str) -> str:
   # Nothing is loaded for names that tools ask for, nor for other submodules,
   # which `from optax_lossscale import cli` asks for before it imports them.
   if name[0] != "_" and not _util.find_spec(f"{__name__}.{name}"):
-    for module in sorted(_ROOMS.keys() - {"nnx", "plot"}):
-      if name in _importlib.import_module(_ROOMS[module], __name__).__all__:
+    for module in sorted({*_MODULES} - {"nnx", "plot"}):
+      if name in _importlib.import_module(f".{module}", __name__).__all__:
         return f"; it is {module}.{name}"
   return _of_name(name, __all__)
 
@@ -134,10 +136,16 @@ if _typing.TYPE_CHECKING:
   from optax_lossscale import plot as plot
   from optax_lossscale import presets as presets
   from optax_lossscale import rules as rules
+  from optax_lossscale._precision.precision_schedule import PrecisionSchedule
+  from optax_lossscale._precision.precision_schedule import (
+    PrecisionScheduleState,
+  )
+  from optax_lossscale._precision.stochastic_rounding import low_precision_state
+  from optax_lossscale._precision.stochastic_rounding import stochastic_rounding
 else:  # Type checkers would accept any name.
   __getattr__ = _doors.open_door(__name__, _ROOMS, _remedy)
 
 
 def __dir__() -> list[str]:
   # Omits private packages and any submodules that happen to be imported.
-  return sorted({*__all__, *_ROOMS, "__version__"})
+  return sorted({*__all__, *_MODULES, "__version__"})
