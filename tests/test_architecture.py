@@ -30,6 +30,19 @@ PARTS = {
   "cli": "plot and cli",
 }
 
+# The most branches of a function, but for the proof of a step.
+MOST_BRANCHES = 18
+BRANCHING = (
+  ast.Assert,
+  ast.comprehension,
+  ast.ExceptHandler,
+  ast.For,
+  ast.If,
+  ast.IfExp,
+  ast.match_case,
+  ast.While,
+)
+
 # The most lines and functions of all tests, and lines of a function.
 MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 34_440, 1_203, 60
 
@@ -141,6 +154,34 @@ def test_no_part_grows():
     x: f"{own[x]}, not {MOST_LINES[x]}" for x in own if own[x] > MOST_LINES[x]
   }
   assert not grown, "take lines out; no number is raised"
+
+
+def complexity(function):
+  """Returns 1 and the number of places where a function may branch."""
+  total, left = 1, [*ast.iter_child_nodes(function)]
+  while left:
+    node = left.pop()
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+      continue  # It is counted by itself.
+    left += ast.iter_child_nodes(node)
+    total += isinstance(node, BRANCHING)
+    if isinstance(node, ast.comprehension):
+      total += len(node.ifs)
+    if isinstance(node, ast.BoolOp):
+      total += len(node.values) - 1
+  return total
+
+
+def test_no_function_branches_too_often():
+  found = {
+    f"{path.relative_to(PACKAGE)}::{node.name}": complexity(node)
+    for path in FILES
+    if path.parent != PACKAGE / "instruments/step"
+    for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.FunctionDef)
+  }
+  assert found["__init__.py::_remedy"] == 5
+  assert not {x: n for x, n in found.items() if n > MOST_BRANCHES}
 
 
 def test_tests_grow_by_rows_of_tables():

@@ -1,9 +1,7 @@
 """The wrapper: check, agree, unscale, update, select, and move S."""
 
-from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Mapping
-import functools
 from typing import Any
 
 from chex import ArrayTree
@@ -158,10 +156,16 @@ def loss_scaling(
     requirements.check_state(state, rule)
     requirements.check_call(inner, updates, params, extra_args)
     if rule is None:
-      bare: Callable[..., Any] = inner.update
-      bare = functools.partial(bare, **extra_args)
       return _update_unscaled(
-        bare, updates, state, params, skip, axes, averaged, is_told
+        inner,
+        updates,
+        state,
+        params,
+        extra_args,
+        skip=skip,
+        axes=axes,
+        averaged=averaged,
+        is_told=is_told,
       )
     extra_args = promises.noted("arguments", extra_args)
     loss_scale = states.get_loss_scale(state)
@@ -259,10 +263,12 @@ def _update_inner(
 
 
 def _update_unscaled(
-  update_inner: Callable[..., tuple[optax.Updates, optax.OptState]],
+  inner: optax.GradientTransformationExtraArgs,
   updates: optax.Updates,
   state: states.LossScalingState,
   params: optax.Params | None,
+  extra_args: Mapping[str, object],
+  *,
   skip: object,
   axes: tuple[Hashable, ...],
   averaged: tuple[Hashable, ...],
@@ -281,8 +287,8 @@ def _update_unscaled(
     gradients = devices.average_scaled(gradients, averaged, jnp.array(True))
 
   def update() -> tuple[optax.Updates, optax.OptState]:
-    new_updates, inner_state = update_inner(
-      gradients, state.inner_state, inner_params
+    new_updates, inner_state = inner.update(
+      gradients, state.inner_state, inner_params, **extra_args
     )
     if skip is not False:
       trees.check_kept("inner", inner_state, state.inner_state)
