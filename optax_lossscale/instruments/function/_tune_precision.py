@@ -148,13 +148,9 @@ def tune_precision(
   their joint error, measured again, reaches the tolerance. A scope that breaks
   the tolerance is left out, three times at most.
 
-  Any rounding is a large part of a gradient near an optimum, where it is small.
-  But there the gradients of two batches differ as well, and training averages
-  over that. So give a second batch of the size that a step averages over, and
-  parameters of a late step: early ones forgive more.
-
-  Float32 products have the highest precision. docs/guides/which_layers.md has
-  an example, and says which layers are measured together.
+  Give a second batch of the size that a step averages over, and parameters of a
+  late step. docs/guides/which_layers.md has the reasons and an example, and
+  says which layers are measured together.
 
   Args:
     loss_fn: a function of parameters and anything else that computes a scalar
@@ -218,7 +214,9 @@ def tune_precision(
     if len(confirm_args) != len(args):
       raise ValueError(f"{rule}, here {len(args)}, got {len(confirm_args)}.")
     batches.append((params, *confirm_args))
-  return _Tuning(loss_fn, has_aux, batches, ladder, limit).report()
+  # Otherwise float32 is TF32 on some GPUs, and bfloat16 on TPUs.
+  with jax.default_matmul_precision("highest"):
+    return _Tuning(loss_fn, has_aux, batches, ladder, limit).report()
 
 
 class _Step(NamedTuple):
@@ -402,11 +400,8 @@ class _Tuning:
     low = autocast.autocast(
       self._loss_fn, dtype=self._ladder[0], overrides=overrides
     )
-    # Otherwise float32 is TF32 on some GPUs, and bfloat16 on TPUs.
-    with jax.default_matmul_precision("highest"):
-      return _gradient_error.Gradient(
-        low, self._has_aux, self._batches[batch], {}
-      )
+    args = self._batches[batch]
+    return _gradient_error.Gradient(low, self._has_aux, args, {})
 
   def _overrides(self, choice: _Choice) -> _Overrides:
     """Returns overrides that make a choice, by pattern where that is one."""

@@ -291,22 +291,16 @@ class _Looking(throughout.CountingRule):
     stacked = stacked._replace(time=before + stacked.time)
     # The first count with a failure; index 0 if no count has one.
     which = jnp.argmax(stacked.elements != 0)
-    first: _First = jax.tree.map(
-      lambda x: lax.dynamic_index_in_dim(jnp.asarray(x), which, keepdims=False),
-      stacked,
-    )
+    first: _First = jax.tree.map(lambda x: jnp.asarray(x)[which], stacked)
     ran = stacked.ran.sum(dtype=np.int32)
     return first._replace(ran=ran, rounds=counts[0].rounds)
 
   def join_round(self, counts: Any, more: Any, *, is_over: bool) -> _First:
     """See the base class."""
     around = jnp.reshape(counts.rounds, (1,))
-    more = more._replace(
-      iterations=jnp.concatenate([around, more.iterations[:-1]])
-    )
-    return self.join([counts, more])._replace(
-      rounds=counts.rounds + np.int32(is_over)
-    )
+    iterations = jnp.concatenate([around, more.iterations[:-1]])
+    joined = self.join([counts, more._replace(iterations=iterations)])
+    return joined._replace(rounds=counts.rounds + np.int32(is_over))
 
   def join_devices(self, count: Any, axes: Sequence[str]) -> _First:
     """See the base class."""
