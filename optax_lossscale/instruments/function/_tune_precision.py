@@ -299,12 +299,11 @@ class _Tuning:
     choice: _Choice = {}
     steps.sort(key=lambda x: x.price)
     for _ in range(1 + _LEFT_OUT):
-      if steps:
-        most = self._most(choice, steps)
-        choice = _after(choice, steps[:most])
-        # The next one breaks the tolerance, and so do its group's others.
-        others = steps[most + 1 :]
-        steps = [x for x in others if x.scopes != steps[most].scopes]
+      most = self._most(choice, steps)
+      choice = _after(choice, steps[:most])
+      # The next one breaks the tolerance, and so do its group's others.
+      others = steps[most + 1 :]
+      steps = [x for x in others if x.scopes != steps[most].scopes]
     everything = dict.fromkeys(self._scopes, self._ladder[-1])
     return TuningReport(
       self._ladder[0],
