@@ -217,24 +217,22 @@ def gradient_error(
       scale: _differences(in_low.at(scale), reference) for scale in scales
     }
 
-    def report(
-      rows: slice, by_leaf: dict[str, GradientErrorReport]
-    ) -> GradientErrorReport:
+    def report(rows: slice) -> GradientErrorReport:
       square, number = true[rows].sum(axis=0).tolist()
       of = {s: x[rows].sum(axis=0).tolist() for s, x in found.items()}
       return GradientErrorReport(
         precision,
         {scale: math.sqrt(x / square) for scale, (x, _) in of.items()},
         {scale: x / number for scale, (_, x) in of.items()},
-        by_leaf,
+        {},
       )
 
     by_leaf = {
-      path: report(slice(i, i + 1), {})
+      path: report(slice(i, i + 1))
       for i, path in enumerate(reference)
       if true[i, 1]
     }
-    return report(slice(None), by_leaf)
+    return dataclasses.replace(report(slice(None)), by_leaf=by_leaf)
 
   return gradient_error_fun
 

@@ -270,23 +270,26 @@ class _Tuning:
           costs[scope] += _cost(equation, around)
           if dtype == _FLOAT32:
             shapes[scope] += [str(x.aval) for x in equation.invars]
-    # A derivative rule may have scopes that overrides do not reach.
-    of_loss = interpreter.record(loss_fn, batches[0], {}).jaxpr
-    reached = {scope for scope, *_ in scopes.operations(of_loss)}
-    # The scopes with something to save, those of equal layers together.
-    alike: dict[object, list[str]] = {}
-    for scope, of_scope in shapes.items():
-      costs_by_dtype = [x[scope] for x in self._costs.values()]
-      if scope in reached and len(set(costs_by_dtype)) > 1:
-        key = _without_numbers(scope), str(costs_by_dtype), str(of_scope)
-        alike.setdefault(key, []).append(scope)
-    self._alike = list(alike.values())
+    self._alike = self._equal_layers(shapes)
     self._scopes = [x for group in self._alike for x in group]
     if not self._scopes:
       raise ValueError(
         "`loss_fn` must have products that `autocast` lowers, got none; see "
         "ols.instruments.precision_report(ols.autocast(loss_fn), ...)."
       )
+
+  def _equal_layers(self, shapes: Mapping[str, list[str]]) -> list[list[str]]:
+    """Returns the scopes with something to save, equal layers together."""
+    # A derivative rule may have scopes that overrides do not reach.
+    of_loss = interpreter.record(self._loss_fn, self._batches[0], {}).jaxpr
+    reached = {scope for scope, *_ in scopes.operations(of_loss)}
+    alike = collections.defaultdict[object, list[str]](list)
+    for scope, of_scope in shapes.items():
+      costs_by_dtype = [x[scope] for x in self._costs.values()]
+      if scope in reached and len(set(costs_by_dtype)) > 1:
+        key = _without_numbers(scope), str(costs_by_dtype), str(of_scope)
+        alike[key].append(scope)
+    return list(alike.values())
 
   def report(self) -> TuningReport:
     """Measures, chooses, and reports."""
