@@ -176,12 +176,11 @@ def compile_report(
   }
   columns: dict[str, dict[str, CompiledStep]] = {"step": {}, "baseline": {}}
   versions: dict[str, str] = {}
-  options = {}
+  options = {
+    x.name: {**_UNTUNED.get(x.platform, {}), **(compiler_options or {})}
+    for x in read
+  }
   for target in read:
-    options[target.name] = {
-      **_UNTUNED.get(target.platform, {}),
-      **(compiler_options or {}),
-    }
     versions, found = compiling.compile_for(
       target,
       exported[target.platform],
@@ -223,17 +222,13 @@ def read_program(target: str, outcome: compiling.Outcome) -> CompiledStep:
 
 
 class _Program(NamedTuple):
-  """A step on arrays alone, whose containers another process need not know.
-
-  Attributes:
-    jitted: the step.
-    shapes: of its arguments.
-    about: the positions of the arguments that are donated, and the size and
-      type of each axis of a mesh.
-  """
+  """A step on arrays alone, whose containers another process need not know."""
 
   jitted: jax.stages.Wrapped
+  # Of its arguments.
   shapes: Sequence[jax.ShapeDtypeStruct]
+  # The positions of the arguments that are donated, and the size and type of
+  # each axis of a mesh.
   about: Mapping[str, object]
 
   def export(self, platform: str) -> compiling.Exported:

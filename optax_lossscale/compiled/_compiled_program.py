@@ -48,20 +48,16 @@ _HAND_WRITTEN = re.compile(
 
 
 class Instruction(NamedTuple):
-  """An instruction; names are unique in the program.
+  """An instruction of a program."""
 
-  Attributes:
-    name: with the name of the computation that it is in.
-    type: of its results, with shapes, as HLO writes it.
-    opcode: what it does.
-    operands: the names of its operands; the number of a parameter.
-    rest: its attributes.
-  """
-
+  # With the name of the computation that it is in, and so unique.
   name: str
+  # Of its results, with shapes, as HLO writes it.
   type: str
   opcode: str
+  # The names of its operands; the number of a parameter.
   operands: tuple[str, ...]
+  # Its attributes.
   rest: str
 
   @property
@@ -99,18 +95,15 @@ class Instruction(NamedTuple):
 
 
 class Program(NamedTuple):
-  """A parsed program.
+  """A parsed program."""
 
-  Attributes:
-    instructions: all of them, by name.
-    computations: the names of each one's instructions; the last is its result.
-    entry: the computation that runs.
-    lines: the user's line of code of each stack frame, as "file:line".
-  """
-
+  # By name.
   instructions: Mapping[str, Instruction]
+  # The names of each one's instructions; the last is its result.
   computations: Mapping[str, Sequence[str]]
+  # The computation that runs.
   entry: str
+  # The user's line of code of each stack frame, as "file:line".
   lines: Mapping[str, str]
 
   def line_of(self, x: Instruction) -> str:

@@ -49,12 +49,7 @@ class Narrowing(NamedTuple):
 
 
 def find(before: Program, after: Program) -> list[Narrowing]:
-  """Returns what became of each narrowing of a program.
-
-  Args:
-    before: the program that JAX made.
-    after: the program that XLA made of it.
-  """
+  """Returns what became of each narrowing, from JAX's program and XLA's."""
   asked, compiled = _Asked(before), _Compiled(after)
   return [
     Narrowing(
@@ -103,17 +98,14 @@ def _rounded(
 
 
 class _Flow(NamedTuple):
-  """How arrays go into what an instruction calls, and out of it.
+  """How arrays go into what an instruction calls, and out of it."""
 
-  Attributes:
-    into: a computation, and which operand its parameters are; None if each
-      parameter is the operand of its own number.
-    out: the computations whose result is the instruction's.
-    again: the computations whose result goes into `into` the next time.
-  """
-
+  # A computation, and which operand its parameters are; None if each parameter
+  # is the operand of its own number.
   into: Sequence[tuple[str, int | None]]
+  # The computations whose result is the instruction's.
   out: Sequence[str]
+  # The computations whose result goes into `into` the next time.
   again: Sequence[str] = ()
 
 
@@ -239,14 +231,9 @@ class _Compiled:
     *,
     is_twice: bool,
   ) -> bool | None:
-    """Returns whether a part of an operation takes rounded numbers.
+    """Returns whether a part of the operation `x` takes operand `i` rounded.
 
-    Args:
-      part: of the operation in the compiled program.
-      x: the operation itself.
-      i: which operand of it.
-      narrow: the dtype.
-      is_twice: whether the other operand is rounded, too.
+    `is_twice` says that the other operand is rounded as well.
     """
     found = [self.is_rounded(y, narrow) for y in part.operands]
     is_whole = part.opcode == x.opcode

@@ -12,7 +12,6 @@ from typing import Any
 
 from chex import ArrayTree
 import jax
-from jax.extend import core
 import numpy as np
 import numpy.typing as npt
 import optax
@@ -88,15 +87,13 @@ class GradientErrorReport:
 
   def __str__(self) -> str:
     lines = [f"Gradient in {self.precision}, compared with float32"]
-    names = [f"S = {_shown(scale)}" for scale in self.errors]
-    width = max(map(len, names))
-    for name, scale in zip(names, self.errors, strict=True):
+    names = {scale: f"S = {_shown(scale)}" for scale in self.errors}
+    width = max(map(len, names.values()))
+    for scale, error in self.errors.items():
       found = "overflow"
-      if scale in self._finite:
-        found = (
-          f"error {self.errors[scale]:7.2%}, {self.zeros[scale]:6.1%} zeros"
-        )
-      lines.append(f"  {name:{width}}  {found}")
+      if math.isfinite(error):
+        found = f"error {error:7.2%}, {self.zeros[scale]:6.1%} zeros"
+      lines.append(f"  {names[scale]:{width}}  {found}")
     return "\n".join([*lines, *self._sentences()])
 
   def _sentences(self) -> Iterator[str]:
@@ -110,17 +107,16 @@ class GradientErrorReport:
       )
       return
     largest = max(finite)
-    above = min((x for x in self.errors if x > largest), default=None)
-    larger = "Try a larger S."
-    if above is not None:
-      larger = f"S = {_shown(above)} overflows: try S between the two."
-    if self._is_lost:
-      yield f"Most of the gradient is 0 at S = {_shown(largest)}. {larger}"
-      return
     if least is None:
-      told = f"The error still falls at S = {_shown(largest)}."
-      if len(finite) == 1:
-        told = "One S does not tell underflow from rounding."
+      told = "One S does not tell underflow from rounding."
+      if self._is_lost:
+        told = f"Most of the gradient is 0 at S = {_shown(largest)}."
+      elif len(finite) > 1:
+        told = f"The error still falls at S = {_shown(largest)}."
+      above = [scale for scale in self.errors if scale > largest]
+      larger = "Try a larger S."
+      if above:
+        larger = f"S = {_shown(min(above))} overflows: try S between the two."
       yield f"{told} {larger}"
       return
     needs_none = self._is_rounding(1.0)
@@ -152,12 +148,9 @@ def gradient_error(
   """Returns a function that measures the error of a gradient at each S.
 
   Does a model need loss scaling, and which S? The gradient of one batch is
-  computed in float32, and in low precision at each S. Two effects differ:
-
-  - Underflow: values of the backward pass become 0 in float16, or subnormal,
-    with few bits left. A larger S cures it, so the error falls with S.
-  - Rounding, mostly in the forward pass. No S cures it: it is the error that is
-    left at the largest S that does not overflow.
+  computed in float32, and in low precision at each S. An error that falls with
+  S is underflow, in the backward pass. The error that is left at the largest S
+  that does not overflow is rounding, which no S cures.
 
   Gradients usually shrink during training, so measure with the first parameters
   and again with trained ones. An error need not harm training: see
@@ -224,24 +217,22 @@ def gradient_error(
       scale: _differences(in_low.at(scale), reference) for scale in scales
     }
 
-    def report(
-      rows: slice, by_leaf: dict[str, GradientErrorReport]
-    ) -> GradientErrorReport:
+    def report(rows: slice) -> GradientErrorReport:
       square, number = true[rows].sum(axis=0).tolist()
       of = {s: x[rows].sum(axis=0).tolist() for s, x in found.items()}
       return GradientErrorReport(
         precision,
         {scale: math.sqrt(x / square) for scale, (x, _) in of.items()},
         {scale: x / number for scale, (_, x) in of.items()},
-        by_leaf,
+        {},
       )
 
     by_leaf = {
-      path: report(slice(i, i + 1), {})
+      path: report(slice(i, i + 1))
       for i, path in enumerate(reference)
       if true[i, 1]
     }
-    return report(slice(None), by_leaf)
+    return dataclasses.replace(report(slice(None)), by_leaf=by_leaf)
 
   return gradient_error_fun
 
@@ -253,7 +244,8 @@ def compute_reference(
   kwargs: Mapping[str, object],
 ) -> dict[str, np.ndarray]:
   """Returns the gradient in float32 of each parameter, as rows of float64."""
-  if not shared.named(args[0]):
+  params = shared.named(args[0])
+  if not params:
     raise ValueError(
       "`params` must hold floating-point arrays, got "
       f"{arguments.shown(args[0])}."
@@ -261,9 +253,35 @@ def compute_reference(
   # Otherwise float32 products are TF32 on some GPUs, and bfloat16 on TPUs.
   with jax.default_matmul_precision("highest"):
     in_float32 = Gradient(loss_fn, has_aux, args, kwargs)
-  in_float32.refuse_low(args[0])
+  remedy = (
+    "gradients are compared with float32: pass float32 parameters, and a "
+    "`loss_fn` without autocast and without low dtypes (`dtype=` of layers)"
+  )
+  for path, x in params.items():
+    if formats.is_low(x.dtype):
+      raise ValueError(
+        f"The parameters must be float32 or wider, got {x.dtype.name} at "
+        f"{path!r}; {remedy}."
+      )
+  for scope, name, dtype in in_float32.low_operations():
+    raise ValueError(
+      f"`loss_fn` must compute in float32, got {name!r} in {dtype}"
+      f"{f' in the scope {scope!r}' if scope else ''}; {remedy}."
+    )
   reference = in_float32.at(1.0)
-  _check_reference(reference)
+  for path, row in reference.items():
+    if not np.all(np.isfinite(row)):
+      raise ValueError(
+        "the gradient of `loss_fn` must be finite in float32, got inf or NaN "
+        f"at {path!r}; take another batch, or see "
+        "ols.instruments.where_overflow(jax.grad(loss_fn), "
+        "check=ols.nonfinite(jnp.float32))."
+      )
+  if not any(map(np.any, reference.values())):
+    raise ValueError(
+      "the gradient of `loss_fn` must not be 0 everywhere, got zeros in "
+      "float32; take another batch or other parameters."
+    )
   return reference
 
 
@@ -312,46 +330,23 @@ class Gradient:
         "Gradients are compared on the host, so this must be called outside of "
         "jit, grad, vmap and scan, got traced values."
       )
+    self.jaxpr = recording.jaxpr
     self._recording = recording
     self._run = jax.jit(recording.evaluate)
 
   def at(self, loss_scale: float) -> dict[str, np.ndarray]:
     """Returns the gradient of each parameter at this S, as rows of float64."""
-    consts, inputs = self._recording.consts_and_arguments(
-      self._recording.operands
-    )
-    outputs = self._run(*consts, np.float32(loss_scale), *inputs[1:])
-    named = self._recording.result(outputs)
+    operands: list[Any] = [*self._recording.operands]
+    # The constants come before the arguments, and S is the first of these.
+    operands[len(self.jaxpr.consts)] = np.float32(loss_scale)
+    named = self._recording.result(self._run(*operands))
     return {path: _row(x) for path, x in jax.device_get(named).items()}
-
-  @property
-  def jaxpr(self) -> core.Jaxpr:
-    """The jaxpr of the gradient."""
-    return self._recording.jaxpr
 
   def low_operations(self) -> Iterator[tuple[str, str, str]]:
     """Yields scope, name and dtype of each operation below float32."""
     for scope, _, _, name, dtype in _precision_report.computing(self.jaxpr):
       if formats.is_low(dtype):
         yield scope, name, dtype.name
-
-  def refuse_low(self, params: object) -> None:
-    """Raises if this gradient is not a float32 reference."""
-    remedy = (
-      "gradients are compared with float32: pass float32 parameters, and a "
-      "`loss_fn` without autocast and without low dtypes (`dtype=` of layers)"
-    )
-    for path, x in shared.named(params).items():
-      if formats.is_low(x.dtype):
-        raise ValueError(
-          f"The parameters must be float32 or wider, got {x.dtype.name} at "
-          f"{path!r}; {remedy}."
-        )
-    for scope, name, dtype in self.low_operations():
-      raise ValueError(
-        f"`loss_fn` must compute in float32, got {name!r} in {dtype}"
-        f"{f' in the scope {scope!r}' if scope else ''}; {remedy}."
-      )
 
 
 def _check_scales(loss_scales: float | Sequence[float]) -> list[float]:
@@ -364,22 +359,6 @@ def _check_scales(loss_scales: float | Sequence[float]) -> list[float]:
   if not values:
     raise ValueError("`loss_scales` must hold at least one S, got none.")
   return sorted({arguments.check_scale("loss_scales", x) for x in values})
-
-
-def _check_reference(reference: Mapping[str, np.ndarray]) -> None:
-  for path, x in reference.items():
-    if not np.all(np.isfinite(x)):
-      raise ValueError(
-        "the gradient of `loss_fn` must be finite in float32, got inf or NaN "
-        f"at {path!r}; take another batch, or see "
-        "ols.instruments.where_overflow(jax.grad(loss_fn), "
-        "check=ols.nonfinite(jnp.float32))."
-      )
-  if not any(map(np.any, reference.values())):
-    raise ValueError(
-      "the gradient of `loss_fn` must not be 0 everywhere, got zeros in "
-      "float32; take another batch or other parameters."
-    )
 
 
 def _differences(

@@ -81,18 +81,14 @@ def precision_report(fun: Callable[..., Any], *args: object) -> PrecisionReport:
   """Counts the operations of a function below float32, and explains the rest.
 
   This traces `fun`, without running it, and counts its floating-point
-  operations, whether `autocast`, a layer's `dtype=` or an argument's dtype
-  lowered them. Pass a loss function, or the train step to see all of it.
+  operations but conversions, moves and comparisons, whatever lowered them. Pass
+  a loss function, or the train step to see all of it.
 
   Operations in float32 come with `autocast`'s reason, such as "black list" (see
   docs/autocast.md); those of the backward pass have the forward pass's reason.
-  A product that `dot_dtype` leaves in 16 bits says why, one in float8 how it is
-  accumulated.
   "as written" marks operations that autocast leaves alone or does not see, such
-  as the optimizer's. Conversions, moves and comparisons do not count. A product
-  counts as low precision if its result or all of its inputs are. A kernel that
-  nothing can look into comes with the dtypes of its inputs, as in
-  "pallas_call(float16)".
+  as the optimizer's. A product is in low precision if its result or all of its
+  inputs are. A kernel that nothing can look into has its inputs' dtypes.
 
   Args:
     fun: any function that JAX can trace, jitted or not.
@@ -100,9 +96,8 @@ def precision_report(fun: Callable[..., Any], *args: object) -> PrecisionReport:
       `functools.partial(fun, train=True)`.
 
   Returns:
-    The report. Print it for a table, log its `line`, test its `products`. With
-    a precision schedule the report covers both branches; the schedule's
-    `state.low` says which branch runs next.
+    The report, of both branches with a precision schedule, whose `state.low`
+    says which one runs next.
 
   Raises:
     TypeError: if `fun` is not a function, or needs an argument by keyword.

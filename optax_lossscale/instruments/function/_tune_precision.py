@@ -5,12 +5,12 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import itertools
 import math
 import re
 import sys
 import time
 from typing import Any
-from typing import cast
 from typing import NamedTuple
 
 from chex import ArrayTree
@@ -84,8 +84,7 @@ class TuningReport:
     error_of_all: the same for the first batch with every scope in the narrowest
       of `dtypes`.
     between_batches: how far the float32 gradients of the two batches are apart,
-      as a part of their mean norm; None for one batch. It is the noise that
-      training has anyway.
+      as a part of their mean norm; None for one batch.
     scopes: what was found, by the pattern of each scope.
   """
 
@@ -105,16 +104,11 @@ class TuningReport:
     )
 
   def __str__(self) -> str:
-    rows = [
-      (
-        pattern or "(no scope)",
-        f"{x.share:.1%}",
-        ", ".join(map(_percent, x.errors.values())),
-        f"{x.dtype}: {x.why}" if x.why else x.dtype,
-      )
-      for pattern, x in self.scopes.items()
-    ]
-    rows.insert(0, ("scope", "work", "error alone", "found"))
+    rows = [("scope", "work", "error alone", "found")]
+    for pattern, x in self.scopes.items():
+      errors = ", ".join(map(_percent, x.errors.values()))
+      found = f"{x.dtype}: {x.why}" if x.why else x.dtype
+      rows.append((pattern or "(no scope)", f"{x.share:.1%}", errors, found))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"Error of the gradient; the tolerance is {self.tolerance:.2%}"]
     for first, *others, found in rows:
@@ -149,27 +143,15 @@ def tune_precision(
 ) -> TuningReport:
   """Finds which layers may be in low precision, by the error of the gradient.
 
-  Which layers should stay in float32? This lowers the products of one scope at
-  a time, as `autocast` does at O1, and compares the gradient with float32. Then
-  it lowers the scopes together, in the order of their error for each
-  floating-point operation that is in fewer bits, until their joint error, which
-  is measured as well, reaches the tolerance. It leaves out a scope that breaks
-  it and goes on, three times at most.
+  This lowers the products of one scope at a time, as `autocast` does at O1, and
+  compares the gradient with float32, as `gradient_error` does. Then it lowers
+  the scopes together, those first that save the most for their error, until
+  their joint error, measured again, reaches the tolerance. A scope that breaks
+  the tolerance is left out, three times at most.
 
-  The error is that of `gradient_error`. Near an optimum the gradient is small,
-  and any rounding is a large part of it. But there the gradients of two batches
-  differ as well, and training averages over that. So give a second batch of the
-  size that a step averages over, and parameters of a late step: early ones
-  forgive more.
-
-  Each measurement compiles a gradient, and a line on stderr shows each. Layers
-  whose names differ in numbers, and whose products are equal, are measured
-  together. If they are too wrong, halves of them are, down to an eighth. One
-  scanned body is one scope.
-
-  The precision of float32 products is "highest", in the reference and beside
-  lowered scopes. An error in float16 is the least of those at S = 1, 2^10 and
-  2^15.
+  Give a second batch of the size that a step averages over, and parameters of a
+  late step. docs/guides/which_layers.md has the reasons and an example, and
+  says which layers are measured together.
 
   Args:
     loss_fn: a function of parameters and anything else that computes a scalar
@@ -182,14 +164,13 @@ def tune_precision(
       1. None is a quarter of the difference between the gradients of the two
       batches, or 0.01 without `confirm_args`.
     dtypes: float16 or bfloat16, float8_e4m3fn or float8_e4m3fnuz, or one of
-      each. bfloat16 is added to float8 alone.
-    confirm_args: `args` of another batch. The setting keeps the tolerance
-      there, too.
+      each. bfloat16 is added to float8 alone. An error in float16 is the least
+      of those at S = 1, 2^10 and 2^15.
+    confirm_args: `args` of another batch, which also keeps the tolerance.
     has_aux: whether the loss comes with auxiliary data.
 
   Returns:
-    The report. `autocast(loss_fn, dtype=report.dtype,
-    overrides=report.overrides)` is what it found.
+    The report, with the arguments `dtype` and `overrides` of `autocast`.
 
   Raises:
     TypeError: if an argument has the wrong type.
@@ -234,23 +215,21 @@ def tune_precision(
     if len(confirm_args) != len(args):
       raise ValueError(f"{rule}, here {len(args)}, got {len(confirm_args)}.")
     batches.append((params, *confirm_args))
-  return _Tuning(loss_fn, has_aux, batches, ladder, limit).report()
-
-
-class _Group(NamedTuple):
-  """Scopes that are measured together."""
-
-  scopes: Sequence[str]
-  # Of the gradient with them alone in a dtype, if that saves anything.
-  errors: Mapping[np.dtype, float]
+  # Otherwise float32 is TF32 on some GPUs, and bfloat16 on TPUs.
+  with jax.default_matmul_precision("highest"):
+    return _Tuning(loss_fn, has_aux, batches, ladder, limit).report()
 
 
 class _Step(NamedTuple):
-  """The lowering of a group's products to its next dtype."""
+  """The lowering of the products in some scopes to their next dtype."""
 
+  # Those of a group, which is measured together.
+  scopes: Sequence[str]
+  dtype: np.dtype
+  # Of the gradient with them alone in that dtype.
+  error: float
+  # The error for what is saved. A step comes after the group's wider dtypes.
   price: float
-  group: int
-  choice: _Choice
 
 
 class _Tuning:
@@ -283,28 +262,16 @@ class _Tuning:
     self._tolerance = default if tolerance is None else tolerance
     # By dtype and scope: of the gradient's products, the floating-point
     # operations times the bytes of a number.
-    self._costs = dict[np.dtype, collections.Counter[str]]()
-    shapes: dict[str, list[object]] = {}
-    for dtype in (_FLOAT32, *ladder):
+    self._costs = {x: collections.Counter[str]() for x in (_FLOAT32, *ladder)}
+    shapes = collections.defaultdict[str, list[str]](list)
+    for dtype, costs in self._costs.items():
       jaxpr = self._gradient({"*": self._override(dtype)}, 0).jaxpr
-      costs = self._costs[dtype] = collections.Counter[str]()
       for scope, equation, around in scopes.operations(jaxpr):
         if equation.primitive.name in levels.PRODUCTS:
           costs[scope] += _cost(equation, around)
           if dtype == _FLOAT32:
-            found = [str(x.aval) for x in equation.invars]
-            shapes.setdefault(scope, []).append(found)
-    # A derivative rule may have scopes that overrides do not reach.
-    of_loss = interpreter.record(loss_fn, batches[0], {}).jaxpr
-    reached = {scope for scope, *_ in scopes.operations(of_loss)}
-    # The scopes with something to save, those of equal layers together.
-    alike: dict[object, list[str]] = {}
-    for scope, of_scope in shapes.items():
-      costs_by_dtype = [x[scope] for x in self._costs.values()]
-      if scope in reached and len(set(costs_by_dtype)) > 1:
-        key = _without_numbers(scope), str(costs_by_dtype), str(of_scope)
-        alike.setdefault(key, []).append(scope)
-    self._alike = list(alike.values())
+            shapes[scope] += [str(x.aval) for x in equation.invars]
+    self._alike = self._equal_layers(shapes)
     self._scopes = [x for group in self._alike for x in group]
     if not self._scopes:
       raise ValueError(
@@ -312,29 +279,35 @@ class _Tuning:
         "ols.instruments.precision_report(ols.autocast(loss_fn), ...)."
       )
 
+  def _equal_layers(self, shapes: Mapping[str, list[str]]) -> list[list[str]]:
+    """Returns the scopes with something to save, equal layers together."""
+    # A derivative rule may have scopes that overrides do not reach.
+    of_loss = interpreter.record(self._loss_fn, self._batches[0], {}).jaxpr
+    reached = {scope for scope, *_ in scopes.operations(of_loss)}
+    alike = collections.defaultdict[object, list[str]](list)
+    for scope, of_scope in shapes.items():
+      costs_by_dtype = [x[scope] for x in self._costs.values()]
+      if scope in reached and len(set(costs_by_dtype)) > 1:
+        key = _without_numbers(scope), str(costs_by_dtype), str(of_scope)
+        alike[key].append(scope)
+    return list(alike.values())
+
   def report(self) -> TuningReport:
     """Measures, chooses, and reports."""
-    groups = [y for x in self._alike for y in self._measured_parts(x)]
-    steps = []
-    for number, group in enumerate(groups):
-      before, price = _FLOAT32, 0.0
-      for dtype, error in group.errors.items():
-        if error > self._tolerance:
-          break
-        # A dtype comes after the wider ones.
-        saved = self._saved(group.scopes, before, dtype)
-        price = max(price, error / saved)
-        steps.append(_Step(price, number, dict.fromkeys(group.scopes, dtype)))
-        before = dtype
+    groups = [y for x in self._alike for y in self._measured(x)]
+    steps = [
+      step
+      for group in groups
+      for step in itertools.takewhile(self._is_good, group)
+    ]
     choice: _Choice = {}
     steps.sort(key=lambda x: x.price)
     for _ in range(1 + _LEFT_OUT):
-      if steps:
-        most = self._most(choice, steps)
-        choice = _after(choice, steps[:most])
-        # The next one breaks the tolerance, and so do its group's others.
-        others = steps[most + 1 :]
-        steps = [x for x in others if x.group != steps[most].group]
+      most = self._most(choice, steps)
+      choice = _after(choice, steps[:most])
+      # The next one breaks the tolerance, and so do its group's others.
+      others = steps[most + 1 :]
+      steps = [x for x in others if x.scopes != steps[most].scopes]
     everything = dict.fromkeys(self._scopes, self._ladder[-1])
     return TuningReport(
       self._ladder[0],
@@ -344,7 +317,7 @@ class _Tuning:
       self._error(everything, 0, "all low"),
       self._noise,
       {
-        ", ".join(self._patterns(x.scopes)): self._explain(x, choice)
+        ", ".join(self._patterns(x[0].scopes)): self._explain(x, choice)
         for x in groups
       },
     )
@@ -366,54 +339,45 @@ class _Tuning:
       place = (least + most + 1) // 2
     return least
 
-  def _explain(self, group: _Group, choice: _Choice) -> TunedScope:
+  def _explain(self, group: Sequence[_Step], choice: _Choice) -> TunedScope:
     """Returns what was found for a group."""
-    found, why = choice.get(group.scopes[0], _FLOAT32), ""
-    costs = self._costs[_FLOAT32]
-    for dtype, error in reversed([*group.errors.items()]):
-      if dtype == found:
+    names = group[0].scopes
+    found, why = choice.get(names[0], _FLOAT32), ""
+    for step in group:
+      if step.dtype.itemsize < found.itemsize:
+        added = " when added" if self._is_good(step) else ""
+        why = f"{step.dtype.name} is too wrong{added}"
         break
-      why = f"{dtype.name} is too wrong when added"
-      if error > self._tolerance:
-        why = f"{dtype.name} is too wrong"
+    costs = self._costs[_FLOAT32]
     return TunedScope(
-      group.scopes,
-      sum(costs[x] for x in group.scopes) / costs.total(),
-      {x.name: error for x, error in group.errors.items()},
+      names,
+      sum(costs[x] for x in names) / costs.total(),
+      {x.dtype.name: x.error for x in group},
       found.name,
       why,
     )
 
-  def _measured_parts(
+  def _is_good(self, step: _Step) -> bool:
+    return step.error <= self._tolerance
+
+  def _measured(
     self, names: Sequence[str], halvings: int = _HALVINGS
-  ) -> list[_Group]:
+  ) -> list[list[_Step]]:
     """Returns equal layers as one group, or as parts if it is too wrong."""
-    group = self._measure(names)
-    middle = len(names) // 2
-    is_good = all(x <= self._tolerance for x in group.errors.values())
-    if is_good or not (middle and halvings):
-      return [group]
-    return [
-      y
-      for half in (names[:middle], names[middle:])
-      for y in self._measured_parts(half, halvings - 1)
-    ]
-
-  def _measure(self, names: Sequence[str]) -> _Group:
-    """Returns scopes with the error of each dtype that saves something."""
-    errors, before = {}, _FLOAT32
+    group, before, price = list[_Step](), _FLOAT32, 0.0
     for dtype in self._ladder:
-      if self._saved(names, before, dtype):
+      wide, narrow = self._costs[before], self._costs[dtype]
+      if saved := sum(wide[x] - narrow[x] for x in names):
         what = f"{', '.join(self._patterns(names))} in {dtype.name}"
-        errors[dtype] = self._error(dict.fromkeys(names, dtype), 0, what)
+        error = self._error(dict.fromkeys(names, dtype), 0, what)
+        price = max(price, error / saved)
+        group.append(_Step(names, dtype, error, price))
         before = dtype
-    return _Group(names, errors)
-
-  def _saved(
-    self, names: Sequence[str], before: np.dtype, after: np.dtype
-  ) -> int:
-    """Returns how much less the products in some scopes cost."""
-    return sum(self._costs[before][x] - self._costs[after][x] for x in names)
+    middle = len(names) // 2
+    if all(map(self._is_good, group)) or not (middle and halvings):
+      return [group]
+    halves = names[:middle], names[middle:]
+    return [y for x in halves for y in self._measured(x, halvings - 1)]
 
   def _error(self, choice: _Choice, batch: int, what: str) -> float:
     """Returns the error of the gradient with some scopes lowered."""
@@ -439,11 +403,8 @@ class _Tuning:
     low = autocast.autocast(
       self._loss_fn, dtype=self._ladder[0], overrides=overrides
     )
-    # Otherwise float32 is TF32 on some GPUs, and bfloat16 on TPUs.
-    with jax.default_matmul_precision("highest"):
-      return _gradient_error.Gradient(
-        low, self._has_aux, self._batches[batch], {}
-      )
+    args = self._batches[batch]
+    return _gradient_error.Gradient(low, self._has_aux, args, {})
 
   def _overrides(self, choice: _Choice) -> _Overrides:
     """Returns overrides that make a choice, by pattern where that is one."""
@@ -485,8 +446,7 @@ class _Tuning:
 
 
 def _after(choice: _Choice, steps: Sequence[_Step]) -> _Choice:
-  choices = choice, *(x.choice for x in steps)
-  return {scope: dtype for x in choices for scope, dtype in x.items()}
+  return {**choice, **{name: x.dtype for x in steps for name in x.scopes}}
 
 
 def _percent(error: float) -> str:
@@ -499,9 +459,8 @@ def _without_numbers(scope: str) -> str:
 
 def _cost(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn]) -> int:
   """Returns the operations of a product times the bytes of a number."""
-  atoms = *equation.invars, *equation.outvars
-  avals = [cast(jax.core.ShapedArray, x.aval) for x in atoms]
-  (left, right), result = avals[:2], avals[-1]
+  avals: list[Any] = [x.aval for x in (*equation.invars, *equation.outvars)]
+  left, right, *_, result = avals
   parameters = equation.params
   if equation.primitive.name == "conv_general_dilated":
     features = right.shape[parameters["dimension_numbers"].rhs_spec[0]]

@@ -35,13 +35,14 @@ _TRANSPOSE = "transpose("
 
 # The `kind` of a `Place` that is an argument with inf or NaN.
 _NONFINITE = "nonfinite"
+_ZERO = np.zeros((), np.int32)
 _LATEST = np.array(np.iinfo(np.int32).max, np.int32)
 
 
 class Place(NamedTuple):
-  """An operation that overflowed; `str()` describes it in a sentence.
+  """An operation that overflowed, or an argument that is not finite.
 
-  If no operation overflowed, it describes a non-finite argument instead.
+  `str()` describes it in a sentence.
 
   Attributes:
     operation: JAX's name for the operation, such as "mul" or "dot_general";
@@ -105,21 +106,18 @@ def where_overflow(
   of code. Wrap the function that computes the gradients, and call the result
   with the parameters, the opt_state and the batch of the step that was skipped.
 
-  An operation overflowed if `float_status` would report it. Operations are
-  ordered as in `fun`: the forward pass before the backward pass, and loops one
-  iteration after another. With several devices, the first overflow on any of
-  them counts. Later overflows may follow from the first: fix it, then rerun.
-
-  If no operation overflowed, the result is the first argument, such as a batch,
-  that holds inf or NaN. The states of loss scaling and of `record` are not
-  examined. A mask's -inf counts, even if it is intended.
+  An operation overflowed if `float_status` would report it. Loops come one
+  iteration after another, and the first overflow on any device counts. Later
+  ones may follow from it: fix it, then rerun. If no operation overflowed, the
+  result is the first argument, such as a batch, that holds inf or NaN. A mask's
+  -inf counts, even if it is intended. The states of loss scaling and of
+  `record` are not examined.
 
   Args:
     fun: any function that JAX can trace, as for `float_status`. The result of
       `fun` is not used.
-    check: `nonfinite(dtype)`, or `saturated(dtype)` for hardware that
-      saturates, with the dtypes of the operations to examine: one, a tuple of
-      them, or None for all, as for `float_status`.
+    check: `nonfinite(dtype)` or `saturated(dtype)`, with the dtypes of the
+      operations to examine, as for `float_status`.
     undefined: whether an operation whose exact result is not finite (1/0, log
       0) counts as well. Pass False to ignore harmless ones, such as those in
       the branch that a `jnp.where` does not select.
@@ -159,10 +157,8 @@ def where_overflow(
 
     def run(*operands: jax.Array) -> _First:
       consts, inputs = recording.consts_and_arguments(operands)
-      result: tuple[Sequence[object], _First] = throughout.evaluate(
-        recording.jaxpr, inputs, rule, consts
-      )
-      return result[1]
+      _, first = throughout.evaluate(recording.jaxpr, inputs, rule, consts)
+      return first
 
     first = jax.device_get(jax.jit(run)(*recording.operands))
     # Compared with 0 because a count of 2^31 elements or more is negative.
@@ -223,18 +219,18 @@ def _check_eager(values: Iterable[object]) -> None:
 class _First(NamedTuple):
   """The first failed result in the part of a program that has run."""
 
-  # int32[], how many elements of the result failed; 0 if no result did.
-  elements: Array
-  # int32[], the index of the result in `_Looking.results`.
-  place: Array
-  # int32[], how many results were examined before this one.
-  time: Array
   # int32[depth], the iteration of each enclosing loop, outermost first.
   iterations: Array
+  # int32[], how many elements of the result failed; 0 if no result did.
+  elements: Array = _ZERO
+  # int32[], the index of the result in `_Looking.results`.
+  place: Array = _ZERO
+  # int32[], how many results were examined before this one.
+  time: Array = _ZERO
   # int32[], how many results were examined in all.
-  ran: Array | np.signedinteger
+  ran: Array | np.signedinteger = _ZERO
   # int32[], the number of finished iterations of the current loop.
-  rounds: Array
+  rounds: Array = _ZERO
 
 
 class _Result(NamedTuple):
@@ -254,16 +250,8 @@ class _Looking(throughout.CountingRule):
   def __init__(
     self, jaxpr: core.Jaxpr, check: checks.Check, undefined: bool
   ) -> None:
-    zero, depth = np.zeros((), np.int32), _loop_depth(jaxpr)
-    self.zero = _First(
-      elements=zero,
-      place=zero,
-      time=zero,
-      iterations=np.zeros(depth, np.int32),
-      ran=zero,
-      rounds=zero,
-    )
-    self._look = functools.partial(operation_overflow.find, check)
+    self.zero = _First(np.zeros(_loop_depth(jaxpr), np.int32))
+    self._check = check
     self._undefined = undefined
     # Indexed by `_First.place`.
     self.results: list[_Result] = []
@@ -277,7 +265,8 @@ class _Looking(throughout.CountingRule):
     """See the base class."""
     outputs = interpreter.bind(equation, inputs)
     counts = []
-    for variable, by_kind in self._look(equation, inputs, outputs):
+    found = operation_overflow.find(self._check, equation, inputs, outputs)
+    for variable, by_kind in found:
       for kind, mask in by_kind.items():
         if kind == operation_overflow.UNDEFINED and not self._undefined:
           continue
@@ -287,7 +276,7 @@ class _Looking(throughout.CountingRule):
             place=np.array(len(self.results), np.int32),
             ran=np.ones((), np.int32),
           )
-          counts.append(count)
+        counts.append(count)
         self.results.append(_Result(around, equation, variable, kind))
     return outputs, self.join(counts)
 
@@ -297,28 +286,21 @@ class _Looking(throughout.CountingRule):
     counts = [x for x in counts if x is not self.zero]
     if len(counts) < 2:
       return counts[0] if counts else self.zero
-    counts = [jax.tree.map(throughout.on_this_mesh, x) for x in counts]
-    stacked = _First(*(_stack(x) for x in zip(*counts, strict=True)))
+    stacked: _First = jax.tree.map(_stack, *counts)
     before = stacked.ran.cumsum(dtype=np.int32) - stacked.ran
     stacked = stacked._replace(time=before + stacked.time)
     # The first count with a failure; index 0 if no count has one.
     which = jnp.argmax(stacked.elements != 0)
-    first: _First = jax.tree.map(
-      lambda x: lax.dynamic_index_in_dim(jnp.asarray(x), which, keepdims=False),
-      stacked,
-    )
+    first: _First = jax.tree.map(lambda x: jnp.asarray(x)[which], stacked)
     ran = stacked.ran.sum(dtype=np.int32)
     return first._replace(ran=ran, rounds=counts[0].rounds)
 
   def join_round(self, counts: Any, more: Any, *, is_over: bool) -> _First:
     """See the base class."""
     around = jnp.reshape(counts.rounds, (1,))
-    more = more._replace(
-      iterations=jnp.concatenate([around, more.iterations[:-1]])
-    )
-    return self.join([counts, more])._replace(
-      rounds=counts.rounds + np.int32(is_over)
-    )
+    iterations = jnp.concatenate([around, more.iterations[:-1]])
+    joined = self.join([counts, more._replace(iterations=iterations)])
+    return joined._replace(rounds=counts.rounds + np.int32(is_over))
 
   def join_devices(self, count: Any, axes: Sequence[str]) -> _First:
     """See the base class."""
@@ -332,20 +314,19 @@ class _Looking(throughout.CountingRule):
     place = earliest(count.place, is_first)
     is_first &= count.place == place
     return _First(
+      iterations=lax.pmax(jnp.where(is_first, count.iterations, 0), axes),
       elements=lax.psum(jnp.where(is_first, count.elements, 0), axes),
       place=place,
       time=time,
-      iterations=lax.pmax(jnp.where(is_first, count.iterations, 0), axes),
       ran=lax.pmax(count.ran, axes),
-      rounds=self.zero.rounds,
     )
 
 
-def _stack(values: Sequence[Array]) -> Array:
+def _stack(*values: jax.Array) -> Array:
   """Stacks values; the result is a NumPy array if all values are."""
-  if all(isinstance(x, np.ndarray | np.generic) for x in values):
-    return np.stack(values)
-  return jnp.stack(values)
+  here = [throughout.on_this_mesh(x) for x in values]
+  is_numpy = all(isinstance(x, np.ndarray | np.generic) for x in here)
+  return np.stack(here) if is_numpy else jnp.stack(here)
 
 
 def _loop_depth(jaxpr: core.Jaxpr) -> int:
