@@ -214,13 +214,7 @@ class Recipe:
   @functools.cached_property
   def dtypes(self) -> frozenset[np.dtype]:
     """The dtypes that the recipe converts from and to."""
-    return frozenset(
-      [
-        FLOAT32,
-        self.dtype,
-        *(x for _, x in self.overrides if x is not None and not is_float8(x)),
-      ]
-    )
+    return frozenset([FLOAT32, self.dtype, *self.dtypes_of_marked])
 
   @property
   def dtypes_of_marked(self) -> tuple[np.dtype, ...]:
@@ -246,10 +240,7 @@ class Recipe:
 
   def of(self, operations: Collection[tuple[str, str]]) -> "Recipe":
     """Returns the recipe for a function that has these (scope, name) pairs."""
-    _check_patterns(
-      [pattern for pattern, _ in self.overrides],
-      {scope for scope, _ in operations},
-    )
+    _check_patterns(self.overrides, {scope for scope, _ in operations})
     known = operation_table.NAMES.union(
       (name for _, name in operations),
       *(level.listed for level in LEVELS.values()),
@@ -348,10 +339,10 @@ def make_recipe(
 
 
 def _check_patterns(
-  patterns: Iterable[str], found_scopes: Collection[str]
+  overrides: Overrides, found_scopes: Collection[str]
 ) -> None:
   """Raises if a pattern matches no scope."""
-  for pattern in patterns:
+  for pattern, _ in overrides:
     if any(scopes.matches(scope, pattern) for scope in found_scopes):
       continue
     there_are = "it has none: Flax Linen writes them, else jax.named_scope does"

@@ -118,16 +118,14 @@ class Policy:
     """
     arguments.check_function(fun)
 
-    if self.level in (None, "O0"):
-      in_mixed_precision = fun
-    else:
+    if self.level not in (None, "O0"):
       low: Any = self.compute_dtype  # `autocast` raises an error for None.
-      in_mixed_precision = autocast(fun, self.level, dtype=low)
+      fun = autocast(fun, self.level, dtype=low)
 
     @functools.wraps(fun)
     def fun_in_policy(*args: _P.args, **kwargs: _P.kwargs) -> _R:
       if self.level is not None or self.compute_dtype is None:
-        return self.cast_to_output(in_mixed_precision(*args, **kwargs))
+        return self.cast_to_output(fun(*args, **kwargs))
       # Pass a copy, so that the caller does not see changes that `fun` makes.
       args, kwargs = cast = self.cast_to_compute((args, kwargs))
       before = jax.tree.leaves(cast)
