@@ -97,10 +97,8 @@ def master_weights(
   bits, which are 0 at first, so that it takes 2 bytes of state instead of 4.
   The parameter is then the number nearest to the master, away from zero if two
   are. With bfloat16 that is every bit of float32. With float16 it is too above
-  2**-17, and below it the master is a multiple of 2**-40. If no update leads to
-  the number nearest to a master, the master itself stops at the nearest value
-  that the remainder can hold, less than 1 % of the update away. No update is
-  larger than the largest value, so the rest of a longer way is lost.
+  2**-17, and below it the master is a multiple of 2**-40.
+  docs/guides/sixteen_bit_parameters.md says what large updates do.
 
   A parameter stops at the largest value of its dtype, and so does the master,
   unless it is a copy. Finite masters and updates never make a parameter inf.

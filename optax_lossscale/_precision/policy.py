@@ -236,17 +236,9 @@ def get_policy(policy: object) -> Policy:
   dtype of JAX by its name, "half" (bfloat16 on a TPU, else float16) and "none",
   which keeps each value's dtype. "level=O1" adds that level of `autocast`.
 
-  The other names are policies with float32 parameters and output, except for
-  "origin" and "must_keep_origin_dtype":
-
-  - "O1", "O2", "O3", "auto" and "OD", MindSpore's and Paddle's levels, are
-    float16 at the level of that name. "O0" is float32, with nothing lowered.
-  - "mixed_float16" and "mixed_bfloat16" of Keras mean that dtype at level O1,
-    but here the output of the whole function is float32.
-  - Ascend's `precision_mode` and `precision_mode_v2`: "allow_fp32_to_fp16" is
-    OD; "force_fp16" or "fp16" is O3; "allow_mix_precision" and its variants are
-    O1; "origin" or "must_keep_origin_dtype" keeps the dtype of every value;
-    "force_fp32" or "cube_fp16in_fp32out" is float32 everywhere.
+  The other names are MindSpore's and Paddle's levels, Keras's "mixed_float16"
+  and "mixed_bfloat16", and the values of Ascend's `precision_mode` and
+  `precision_mode_v2`. docs/porting/README.md has a table of them.
 
   Names that look alike may differ: "float16" of jmp and Keras puts everything
   in float16, while Ascend's "fp16" is mixed precision with float32 parameters.
