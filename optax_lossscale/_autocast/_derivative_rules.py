@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._autocast import _value
-from optax_lossscale._base.formats import part_dtype
+from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr.interpreter import Array
 
@@ -68,7 +68,9 @@ def keep_jvp(
     primals: Sequence[Array], tangents: Sequence[Array]
   ) -> tuple[list[Array], list[Array]]:
     zero = jax.custom_derivatives.SymbolicZero
-    moving = [not isinstance(x, zero) and _is_float(x) for x in tangents]
+    moving = [
+      not isinstance(x, zero) and leaves.is_gradient(x) for x in tangents
+    ]
     places = [i for i, x in enumerate(moving) if x]
     with lowering():
       jaxpr = _record_tangents(equation, types, places)
@@ -100,8 +102,10 @@ def keep_vjp(
 ) -> Callable[..., list[Array]]:
   """Returns the function of a `jax.custom_vjp`, with its derivative rule."""
   types: list[Any] = [atom.aval for atom in equation.invars]
-  is_input = [_is_float(x) for x in types]
-  is_output = [_is_float(variable.aval) for variable in equation.outvars]
+  is_input = [leaves.is_gradient(x) for x in types]
+  is_output = [
+    leaves.is_gradient(variable.aval) for variable in equation.outvars
+  ]
 
   @functools.cache
   def recorded() -> tuple[core.Jaxpr, Sequence[jax.ShapeDtypeStruct], object]:
@@ -151,7 +155,7 @@ def _record_tangents(
     outputs, of_outputs = jax.jvp(
       of_places, [primals[place] for place in places], list(tangents)
     )
-    return list(outputs), [x for x in of_outputs if _is_float(x)]
+    return list(outputs), [x for x in of_outputs if leaves.is_gradient(x)]
 
   return jax.make_jaxpr(rule)(types, [types[place] for place in places])
 
@@ -204,7 +208,3 @@ def _cast(values: _Values, dtypes: Sequence[np.dtype]) -> list[Array]:
     x.in_dtype(dtype) if x.is_float else x.array
     for x, dtype in zip(values, dtypes, strict=True)
   ]
-
-
-def _is_float(x: object) -> bool:
-  return part_dtype(x) is not None

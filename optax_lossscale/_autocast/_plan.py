@@ -17,7 +17,7 @@ from jax.extend import core
 import numpy as np
 
 from optax_lossscale._autocast import levels
-from optax_lossscale._base.formats import part_dtype
+from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._jaxpr import scopes
@@ -236,7 +236,7 @@ def _use_inputs(
   if not (decision.is_override or step.has_product):
     in_float32 |= not leads or (step.is_linear and after.in_float32)
   # An operation without float outputs does not need inputs in low precision.
-  is_float = any(part_dtype(x.aval) for x in equation.outvars)
+  is_float = any(leaves.is_gradient(x.aval) for x in equation.outvars)
   return Use(leads, in_float32 or not is_float), in_float32
 
 

@@ -182,13 +182,10 @@ def autocast(
       for scope, equation, _ in scopes.operations(jaxpr)
     }
     program = _program.MixedProgram(recipe.of(operations_of_fun))
-    variables = [*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars]
-    given = map(
-      _value.make_given, recording.operands, (x.aval for x in variables)
-    )
-    consts, inputs = recording.consts_and_arguments(list(given))
+    _, arrays = recording.consts_and_arguments(recording.operands)
+    inputs = list(map(_value.make_given, arrays, jaxpr.in_avals))
     plan = _plan.make_plan(jaxpr, program.recipe, "", _plan.Use())
-    outputs = program.evaluate(jaxpr, plan, inputs, consts)
+    outputs = program.evaluate(jaxpr, plan, inputs)
     for operation in sorted(program.unknown):
       warnings.warn(
         f"`autocast` cannot look into the operation {operation}, which runs as "
