@@ -168,10 +168,8 @@ def _cast(name: str, dtype: DTypeLike | None, tree: trees.Tree) -> trees.Tree:
   arguments.check_enabled(name, dtype)
 
   def cast_leaf(is_gradient: bool, x: Any) -> object:
-    is_array = isinstance(
-      x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-    )
-    if not (is_gradient and is_array and jnp.issubdtype(x.dtype, jnp.floating)):
+    kinds = jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct
+    if not (is_gradient and isinstance(x, kinds) and leaves.is_real(x)):
       return x
     if isinstance(x, jax.ShapeDtypeStruct):
       return x.update(dtype=dtype, weak_type=False)
