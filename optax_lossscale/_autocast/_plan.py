@@ -144,10 +144,8 @@ def _decide(jaxpr: core.Jaxpr, recipe: levels.Recipe, scope: str) -> Plan:
 def _add_uses(
   jaxpr: core.Jaxpr, plan: Plan, outputs: Iterable[Use], *, only_inputs: bool
 ) -> Plan:
-  """Returns a plan with uses, and with the decisions that depend on them.
-
-  If `only_inputs`, the caller needs only how the jaxpr uses its inputs.
-  """
+  """Returns a plan with uses, and with the decisions that depend on them."""
+  # If `only_inputs`, the caller needs only how the jaxpr uses its inputs.
   uses = collections.defaultdict[core.Var, Use](Use)
 
   def note(
