@@ -20,6 +20,7 @@ from optax_lossscale._autocast import _value
 from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr.interpreter import Array
+from optax_lossscale._jaxpr.interpreter import Arrays
 
 _Values = Sequence[_value.Value]
 _EvaluateRule = Callable[[core.Jaxpr, _Values], _Values]
@@ -64,9 +65,7 @@ def keep_jvp(
   function = jax.custom_jvp(itself.run)
 
   @functools.partial(function.defjvp, symbolic_zeros=True)
-  def jvp(
-    primals: Sequence[Array], tangents: Sequence[Array]
-  ) -> tuple[list[Array], list[Array]]:
+  def jvp(primals: Arrays, tangents: Arrays) -> tuple[list[Array], list[Array]]:
     zero = jax.custom_derivatives.SymbolicZero
     moving = [
       not isinstance(x, zero) and leaves.is_gradient(x) for x in tangents
@@ -119,9 +118,7 @@ def keep_vjp(
     kept = _value.get_arrays(results[len(dtypes) :])
     return _cast(results[: len(dtypes)], dtypes), kept
 
-  def backward(
-    kept: Sequence[Array], cotangents: Sequence[Array]
-  ) -> tuple[Array | None, ...]:
+  def backward(kept: Arrays, cotangents: Arrays) -> tuple[Array | None, ...]:
     with lowering():
       jaxpr, dtypes = _record_backward(*recorded()[1:], is_output)
     arguments = [*kept, *itertools.compress(cotangents, is_output)]
@@ -144,9 +141,9 @@ def _record_tangents(
   """Records a `custom_jvp` rule for tangents of the inputs in `places`."""
 
   def rule(
-    primals: Sequence[Array], tangents: Sequence[Array]
+    primals: Arrays, tangents: Arrays
   ) -> tuple[list[Array], list[Array]]:
-    def of_places(*active: Array) -> Sequence[Array]:
+    def of_places(*active: Array) -> Arrays:
       arguments = list(primals)
       for place, x in zip(places, active, strict=True):
         arguments[place] = x

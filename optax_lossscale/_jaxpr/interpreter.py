@@ -26,6 +26,7 @@ from optax_lossscale._jaxpr import in_place
 
 # The value of a variable. That of a literal or a constant may be NumPy's.
 Array = jax.Array | np.ndarray
+Arrays = Sequence[Array]
 
 # The type of a variable's value: an array, or what stands for one.
 Value = TypeVar("Value")
