@@ -89,9 +89,8 @@ def master_weights(
   The next float16 after 1.0 is 1.001, and the next bfloat16 is 1.008. Adding
   less than half that gap has no effect, however often. This wrapper adds
   updates to the master, a wider copy in the optimizer's state. Its updates take
-  the parameter to the number nearest to the master. If the master is below half
-  or above twice the parameter, such an update may not exist in the parameter's
-  dtype; the nearest one comes close, and the next step does the rest.
+  the parameter to the number nearest to the master, or close to it if that is
+  below half or above twice the parameter.
 
   With `store="remainder"` the master is the parameter together with 16 more
   bits, which are 0 at first, so that it takes 2 bytes of state instead of 4.
