@@ -22,7 +22,7 @@ from optax_lossscale._step import states
 class Store(NamedTuple):
   """How parameters stand for wide values, by functions of one leaf."""
 
-  # For a leaf that stands for itself a masked node is kept, and neither is used.
+  # A leaf that stands for itself needs neither; a masked node is kept for it.
 
   # Returns the wide value from what is kept and the parameter.
   read: Callable[[jax.Array, jax.Array], jax.Array]
