@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._autocast import _value
-from optax_lossscale._base.formats import part_dtype
+from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr.interpreter import Array
+from optax_lossscale._jaxpr.interpreter import Arrays
 
 _Values = Sequence[_value.Value]
 _EvaluateRule = Callable[[core.Jaxpr, _Values], _Values]
@@ -64,11 +65,11 @@ def keep_jvp(
   function = jax.custom_jvp(itself.run)
 
   @functools.partial(function.defjvp, symbolic_zeros=True)
-  def jvp(
-    primals: Sequence[Array], tangents: Sequence[Array]
-  ) -> tuple[list[Array], list[Array]]:
+  def jvp(primals: Arrays, tangents: Arrays) -> tuple[list[Array], list[Array]]:
     zero = jax.custom_derivatives.SymbolicZero
-    moving = [not isinstance(x, zero) and _is_float(x) for x in tangents]
+    moving = [
+      not isinstance(x, zero) and leaves.is_gradient(x) for x in tangents
+    ]
     places = [i for i, x in enumerate(moving) if x]
     with lowering():
       jaxpr = _record_tangents(equation, types, places)
@@ -100,8 +101,10 @@ def keep_vjp(
 ) -> Callable[..., list[Array]]:
   """Returns the function of a `jax.custom_vjp`, with its derivative rule."""
   types: list[Any] = [atom.aval for atom in equation.invars]
-  is_input = [_is_float(x) for x in types]
-  is_output = [_is_float(variable.aval) for variable in equation.outvars]
+  is_input = [leaves.is_gradient(x) for x in types]
+  is_output = [
+    leaves.is_gradient(variable.aval) for variable in equation.outvars
+  ]
 
   @functools.cache
   def recorded() -> tuple[core.Jaxpr, Sequence[jax.ShapeDtypeStruct], object]:
@@ -115,9 +118,7 @@ def keep_vjp(
     kept = _value.get_arrays(results[len(dtypes) :])
     return _cast(results[: len(dtypes)], dtypes), kept
 
-  def backward(
-    kept: Sequence[Array], cotangents: Sequence[Array]
-  ) -> tuple[Array | None, ...]:
+  def backward(kept: Arrays, cotangents: Arrays) -> tuple[Array | None, ...]:
     with lowering():
       jaxpr, dtypes = _record_backward(*recorded()[1:], is_output)
     arguments = [*kept, *itertools.compress(cotangents, is_output)]
@@ -140,9 +141,9 @@ def _record_tangents(
   """Records a `custom_jvp` rule for tangents of the inputs in `places`."""
 
   def rule(
-    primals: Sequence[Array], tangents: Sequence[Array]
+    primals: Arrays, tangents: Arrays
   ) -> tuple[list[Array], list[Array]]:
-    def of_places(*active: Array) -> Sequence[Array]:
+    def of_places(*active: Array) -> Arrays:
       arguments = list(primals)
       for place, x in zip(places, active, strict=True):
         arguments[place] = x
@@ -151,7 +152,7 @@ def _record_tangents(
     outputs, of_outputs = jax.jvp(
       of_places, [primals[place] for place in places], list(tangents)
     )
-    return list(outputs), [x for x in of_outputs if _is_float(x)]
+    return list(outputs), [x for x in of_outputs if leaves.is_gradient(x)]
 
   return jax.make_jaxpr(rule)(types, [types[place] for place in places])
 
@@ -204,7 +205,3 @@ def _cast(values: _Values, dtypes: Sequence[np.dtype]) -> list[Array]:
     x.in_dtype(dtype) if x.is_float else x.array
     for x, dtype in zip(values, dtypes, strict=True)
   ]
-
-
-def _is_float(x: object) -> bool:
-  return part_dtype(x) is not None

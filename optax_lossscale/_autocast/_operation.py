@@ -14,9 +14,9 @@ import numpy as np
 from optax_lossscale._autocast import _products
 from optax_lossscale._autocast import _value
 from optax_lossscale._autocast import levels
+from optax_lossscale._base import leaves
 from optax_lossscale._base.formats import FLOAT32
 from optax_lossscale._base.formats import largest
-from optax_lossscale._base.formats import part_dtype
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._jaxpr import scopes
@@ -84,7 +84,7 @@ def _is_among(equation: core.JaxprEqn, dtypes: frozenset[np.dtype]) -> bool:
   # A `jax.Ref` cannot change its dtype.
   if not all(isinstance(aval, jax.core.ShapedArray) for aval in avals):
     return False
-  floats = {aval.dtype for aval in avals if part_dtype(aval)}
+  floats = {aval.dtype for aval in avals if leaves.is_gradient(aval)}
   if equation.params.get("update_jaxpr") is not None and not (
     equation.primitive.name in levels.SUMS and floats == {FLOAT32}
   ):
@@ -109,7 +109,7 @@ def _convert(equation: core.JaxprEqn, inputs: _Values) -> _Values:
   """Evaluates a conversion that the program itself makes."""
   (x,) = inputs
   dtype = equation.params["new_dtype"]
-  if not x.is_float or part_dtype(equation.outvars[0].aval) is None:
+  if not x.is_float or not leaves.is_gradient(equation.outvars[0].aval):
     # A mask follows the other inputs; positions and counts are statistics.
     is_mask = x.array.dtype == np.bool_
     kind = _Kind.GIVEN if is_mask else _Kind.STATISTIC

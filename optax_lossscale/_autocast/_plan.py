@@ -17,7 +17,7 @@ from jax.extend import core
 import numpy as np
 
 from optax_lossscale._autocast import levels
-from optax_lossscale._base.formats import part_dtype
+from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._jaxpr import scopes
@@ -144,10 +144,8 @@ def _decide(jaxpr: core.Jaxpr, recipe: levels.Recipe, scope: str) -> Plan:
 def _add_uses(
   jaxpr: core.Jaxpr, plan: Plan, outputs: Iterable[Use], *, only_inputs: bool
 ) -> Plan:
-  """Returns a plan with uses, and with the decisions that depend on them.
-
-  If `only_inputs`, the caller needs only how the jaxpr uses its inputs.
-  """
+  """Returns a plan with uses, and with the decisions that depend on them."""
+  # If `only_inputs`, the caller needs only how the jaxpr uses its inputs.
   uses = collections.defaultdict[core.Var, Use](Use)
 
   def note(
@@ -236,7 +234,7 @@ def _use_inputs(
   if not (decision.is_override or step.has_product):
     in_float32 |= not leads or (step.is_linear and after.in_float32)
   # An operation without float outputs does not need inputs in low precision.
-  is_float = any(part_dtype(x.aval) for x in equation.outvars)
+  is_float = any(leaves.is_gradient(x.aval) for x in equation.outvars)
   return Use(leads, in_float32 or not is_float), in_float32
 
 

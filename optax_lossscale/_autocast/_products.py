@@ -29,9 +29,9 @@ from optax_lossscale._base.formats import largest
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import scopes
 from optax_lossscale._jaxpr.interpreter import Array
+from optax_lossscale._jaxpr.interpreter import Arrays
 
 Operand = _value.Operand
-_Arrays = Sequence[Array]
 _Operands = Sequence[Operand]
 
 # A Hopper GPU multiplies 32 terms of float8 at once, and fewer rows or columns
@@ -47,9 +47,9 @@ _SCALING = "scaling of float8"
 class _Kept(NamedTuple):
   """What the backward pass of a product needs; the factors only for dtypes."""
 
-  factors: _Arrays
+  factors: Arrays
   operands: _Operands
-  others: _Arrays
+  others: Arrays
 
 
 def multiply(
@@ -82,14 +82,14 @@ def _make_product(
     backward_precision = (lax.Precision.HIGHEST,) * 2
   wide = _in_float32(equation, forward_precision)
 
-  def run(factors: _Arrays, operands: _Operands, others: _Arrays) -> jax.Array:
+  def run(factors: Arrays, operands: _Operands, others: Arrays) -> jax.Array:
     del factors
     arrays = [_read(x, formats.operands) for x in operands]
     result = _bind(wide, [*arrays, *others])
     return _unscaled(result, operands, FLOAT32)
 
   def forward(
-    factors: _Arrays, operands: _Operands, others: _Arrays
+    factors: Arrays, operands: _Operands, others: Arrays
   ) -> tuple[jax.Array, _Kept]:
     result = run(factors, operands, others)
     if in_float8:
@@ -136,10 +136,10 @@ def _transposed(
   )
 
 
-def _replay(jaxpr: core.Jaxpr, arrays: _Arrays, precision: object) -> jax.Array:
+def _replay(jaxpr: core.Jaxpr, arrays: Arrays, precision: object) -> jax.Array:
   """Returns what a jaxpr of products and moves gives for narrow arrays."""
 
-  def rule(equation: core.JaxprEqn, inputs: _Arrays) -> Sequence[jax.Array]:
+  def rule(equation: core.JaxprEqn, inputs: Arrays) -> Sequence[jax.Array]:
     if equation.primitive.name in levels.PRODUCTS:
       return [_bind(_in_float32(equation, precision), inputs)]
     return [_bind_here(equation, inputs)]
@@ -154,7 +154,7 @@ def _in_float32(equation: core.JaxprEqn, precision: object) -> core.JaxprEqn:
   return equation.replace(params={**parameters, "precision": precision})
 
 
-def _bind(equation: core.JaxprEqn, arrays: _Arrays) -> jax.Array:
+def _bind(equation: core.JaxprEqn, arrays: Arrays) -> jax.Array:
   """Returns the float32 result of a product of narrow arrays."""
 
   def bind(*arrays: Array) -> jax.Array:
@@ -175,7 +175,7 @@ def _bind(equation: core.JaxprEqn, arrays: _Arrays) -> jax.Array:
   return result
 
 
-def _bind_here(equation: core.JaxprEqn, arrays: _Arrays) -> jax.Array:
+def _bind_here(equation: core.JaxprEqn, arrays: Arrays) -> jax.Array:
   """Returns the result of an operation, in the product's scope alone."""
   parameters = equation.primitive.get_bind_params(equation.params)
   result: jax.Array = equation.primitive.bind(*arrays, **parameters)
@@ -183,9 +183,7 @@ def _bind_here(equation: core.JaxprEqn, arrays: _Arrays) -> jax.Array:
 
 
 @jax.custom_jvp
-def _differentiated_once(
-  result: jax.Array, factors: Sequence[Array]
-) -> jax.Array:
+def _differentiated_once(result: jax.Array, factors: Arrays) -> jax.Array:
   """Returns a result whose derivative by the factors is an error."""
   del factors
   return result

@@ -39,18 +39,11 @@ class MixedProgram:
   unknown: set[str] = dataclasses.field(default_factory=set)
 
   def evaluate(
-    self,
-    jaxpr: core.Jaxpr,
-    plan: _plan.Plan,
-    inputs: _Values,
-    consts: _Values | None = None,
+    self, jaxpr: core.Jaxpr, plan: _plan.Plan, inputs: _Values
   ) -> _Values:
     """Returns the outputs of a jaxpr, evaluated as planned."""
-    if consts is None:
-      consts = [
-        _value.make_given(x, v.aval)
-        for x, v in zip(jaxpr.consts, jaxpr.jaxpr.constvars, strict=True)
-      ]
+    avals = (variable.aval for variable in jaxpr.jaxpr.constvars)
+    consts = list(map(_value.make_given, jaxpr.consts, avals))
     steps = iter(plan.steps)
 
     def rule(equation: core.JaxprEqn, inputs: _Values) -> _Values:

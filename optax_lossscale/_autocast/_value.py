@@ -12,8 +12,8 @@ from jax import lax
 from jax.extend import core
 import numpy as np
 
+from optax_lossscale._base import leaves
 from optax_lossscale._base.formats import largest
-from optax_lossscale._base.formats import part_dtype
 from optax_lossscale._jaxpr.interpreter import Array
 
 
@@ -92,8 +92,7 @@ class Value:
   @property
   def is_float(self) -> bool:
     """True if the value has a real floating dtype."""
-    dtype = part_dtype(self.array)
-    return dtype is not None and dtype == self.array.dtype
+    return leaves.is_real(self.array)
 
   def in_dtype(self, dtype: np.dtype) -> Array:
     """Returns the array in a dtype, converting it only the first time."""
@@ -167,7 +166,7 @@ def make_given(array: Array, aval: object) -> Value:
 def make_constant(literal: core.Literal) -> Value:
   """Returns a number in the program as a `Value`."""
   number, dtype = literal.val, getattr(literal.aval, "dtype", None)
-  if not part_dtype(literal.aval):
+  if not leaves.is_gradient(literal.aval):
     return Value(number, dtype, Kind.CONSTANT)
   array = np.asarray(number, dtype)
   if array.ndim or np.iscomplexobj(array):

@@ -65,14 +65,12 @@ def autocast(
   matrix products and convolutions get inputs in `dtype`, forward and backward.
   Operations that would lose range or accuracy stay in float32.
 
-  The outputs of `fun` and the gradients keep their dtypes. Sums, including
-  products of two vectors, are accumulated in float32, and a constant that
-  `dtype` cannot hold is added or multiplied in float32. Only values that are
+  The outputs of `fun` and the gradients keep their dtypes. Only values that are
   float32 or `dtype` in `fun` are affected. Custom derivative rules still apply,
   loops carry the same dtypes, and a `custom_linear_solve` keeps its precision.
   A `custom_vmap` rule applies only to a `vmap` inside `fun`.
 
-  The levels:
+  The levels, with more about each in docs/guides/mixed_precision.md:
 
   - "O0": as written, except for `overrides` and `operations`.
   - "O1": matrix products and convolutions in `dtype`; exp, log, powers, sums,
@@ -85,11 +83,10 @@ def autocast(
   - "OD": matrix products and convolutions in `dtype`, everything else as
     written.
 
-  A norm is recognized by its scope (one part of it matches "*Norm*", and it
-  contains no product) or by its operations. A loss is recognized by its scope
-  ("*loss*", "*cross_entropy*") or by its position: all that follows the last
-  matrix product of `fun` is in float32, except at "O0" and "OD". So the loss is
-  the same whether `fun` is only the model or the whole loss function.
+  A norm or loss is recognized by its scope or by its operations. All that
+  follows the last matrix product of `fun` is a loss, except at "O0" and "OD",
+  so the loss is the same whether `fun` is only the model or the whole loss
+  function.
 
   With `preferred_element_type` or `dot_dtype`, products have no forward-mode
   derivative (`jax.jvp`), and a product in float8 has no second derivative.
@@ -182,13 +179,10 @@ def autocast(
       for scope, equation, _ in scopes.operations(jaxpr)
     }
     program = _program.MixedProgram(recipe.of(operations_of_fun))
-    variables = [*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars]
-    given = map(
-      _value.make_given, recording.operands, (x.aval for x in variables)
-    )
-    consts, inputs = recording.consts_and_arguments(list(given))
+    _, arrays = recording.consts_and_arguments(recording.operands)
+    inputs = list(map(_value.make_given, arrays, jaxpr.in_avals))
     plan = _plan.make_plan(jaxpr, program.recipe, "", _plan.Use())
-    outputs = program.evaluate(jaxpr, plan, inputs, consts)
+    outputs = program.evaluate(jaxpr, plan, inputs)
     for operation in sorted(program.unknown):
       warnings.warn(
         f"`autocast` cannot look into the operation {operation}, which runs as "

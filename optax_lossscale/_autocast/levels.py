@@ -170,13 +170,12 @@ class Formats(NamedTuple):
 Overrides = tuple[tuple[str, np.dtype | None], ...]
 
 
-def find_override(
-  overrides: Overrides, scope: str
-) -> tuple[str, np.dtype | None] | None:
-  """Returns the override that counts in a scope: the longest that matches."""
-  # Of two as long, "a" counts rather than "*".
+def find_override(overrides: Overrides, scope: str) -> np.dtype | None:
+  """Returns the dtype of the longest pattern that matches a scope, if any."""
   found = [x for x in overrides if scopes.matches(scope, x[0])]
-  return max(found, key=lambda x: (len(x[0]), -x[0].count("*")), default=None)
+  # Of two as long, "a" counts rather than "*".
+  length = lambda x: (len(x[0]), -x[0].count("*"))  # noqa: E731
+  return max(found, key=length, default=("", None))[1]
 
 
 class Decision(NamedTuple):
@@ -214,13 +213,7 @@ class Recipe:
   @functools.cached_property
   def dtypes(self) -> frozenset[np.dtype]:
     """The dtypes that the recipe converts from and to."""
-    return frozenset(
-      [
-        FLOAT32,
-        self.dtype,
-        *(x for _, x in self.overrides if x is not None and not is_float8(x)),
-      ]
-    )
+    return frozenset([FLOAT32, self.dtype, *self.dtypes_of_marked])
 
   @property
   def dtypes_of_marked(self) -> tuple[np.dtype, ...]:
@@ -230,8 +223,7 @@ class Recipe:
 
   def dtype_of_marked(self, scope: str) -> np.dtype:
     """Returns the dtype of a marked function in a scope."""
-    override = find_override(self.overrides, scope)
-    return self._dtype_if_chosen(override and override[1])
+    return self._dtype_if_chosen(find_override(self.overrides, scope))
 
   def _dtype_if_chosen(self, dtype: np.dtype | None) -> np.dtype:
     """Returns that of a marked function, if an override chooses `dtype`."""
@@ -246,10 +238,7 @@ class Recipe:
 
   def of(self, operations: Collection[tuple[str, str]]) -> "Recipe":
     """Returns the recipe for a function that has these (scope, name) pairs."""
-    _check_patterns(
-      [pattern for pattern, _ in self.overrides],
-      {scope for scope, _ in operations},
-    )
+    _check_patterns(self.overrides, {scope for scope, _ in operations})
     known = operation_table.NAMES.union(
       (name for _, name in operations),
       *(level.listed for level in LEVELS.values()),
@@ -278,19 +267,18 @@ class Recipe:
 
   def decide(self, operation: str, scope: str) -> Decision:
     """Returns how to treat an operation, given its name and its scope."""
-    override = find_override(self.overrides, scope)
-    dot_dtypes = self.dot_dtypes
-    if override and (dtype := override[1]) is not None:
-      if not is_float8(dtype):
-        is_float32 = dtype == FLOAT32
-        treatment = Treatment.BLACK if is_float32 else Treatment.LOW
-        why = "overrides" if is_float32 else ""
-        formats, not_float8 = self._formats(operation, dtype, None)
-        return Decision(treatment, dtype, True, why or not_float8, formats)
-      dot_dtypes = dtype, FLOAT8[dtype.name]
+    dtype, dot_dtypes = find_override(self.overrides, scope), self.dot_dtypes
+    if dtype is not None and not is_float8(dtype):
+      is_float32 = dtype == FLOAT32
+      treatment = Treatment.BLACK if is_float32 else Treatment.LOW
+      why = "overrides" if is_float32 else ""
+      formats, not_float8 = self._formats(operation, dtype, None)
+      return Decision(treatment, dtype, True, why or not_float8, formats)
     treatment = self.level.listed.get(operation, self.level.rest)
-    if dot_dtypes is not self.dot_dtypes and operation in PRODUCTS:
-      treatment = Treatment.WHITE
+    if dtype is not None:
+      dot_dtypes = dtype, FLOAT8[dtype.name]
+      if operation in PRODUCTS:
+        treatment = Treatment.WHITE
     why = "black list" if treatment is Treatment.BLACK else ""
     if treatment is not Treatment.WHITE and any(
       scopes.ends_in(x, self.level.scopes) and x not in self.product_scopes
@@ -298,9 +286,7 @@ class Recipe:
     ):
       treatment, why = Treatment.BLACK, "scope of a norm or loss"
     formats, not_float8 = self._formats(operation, self.dtype, dot_dtypes)
-    return Decision(
-      treatment, self.dtype, why=why or not_float8, formats=formats
-    )
+    return Decision(treatment, self.dtype, False, why or not_float8, formats)
 
   def _formats(
     self,
@@ -348,10 +334,10 @@ def make_recipe(
 
 
 def _check_patterns(
-  patterns: Iterable[str], found_scopes: Collection[str]
+  overrides: Overrides, found_scopes: Collection[str]
 ) -> None:
   """Raises if a pattern matches no scope."""
-  for pattern in patterns:
+  for pattern, _ in overrides:
     if any(scopes.matches(scope, pattern) for scope in found_scopes):
       continue
     there_are = "it has none: Flax Linen writes them, else jax.named_scope does"
@@ -396,9 +382,9 @@ def _check_dot_dtype(value: object) -> tuple[np.dtype, np.dtype]:
   operands = _check_dtype("dot_dtype", pair[0], tuple(FLOAT8))
   wide = FLOAT8[operands.name]
   if pair[1] is None:
-    return operands, np.dtype(wide)
-  gradients = _check_dtype("dot_dtype[1]", pair[1], (operands.name, wide.name))
-  return operands, gradients
+    return operands, wide
+  known = operands.name, wide.name
+  return operands, _check_dtype("dot_dtype[1]", pair[1], known)
 
 
 def _check_operations(operations: object) -> dict[str, Treatment]:

@@ -1,6 +1,7 @@
 """Floating dtypes: which are narrow, and the limits of each."""
 
 from collections.abc import Mapping
+import re
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -16,7 +17,9 @@ FLOAT8: Mapping[str, np.dtype] = {
   "float8_e4m3fn": np.dtype(jnp.float8_e5m2),
   "float8_e4m3fnuz": np.dtype(jnp.float8_e5m2fnuz),
 }
-# What the command line and the plots offer.
+# All that JAX has, except for float8_e8m0fnu, which has no sign.
+SIGNED_FLOAT8 = tuple(x for x in dir(jnp) if re.match(r"float8_(?!e8m0)", x))
+# What the command line offers.
 NARROW = (*LOW, "float8_e4m3fn", "float8_e5m2")
 
 

@@ -139,11 +139,16 @@ def widen(tree: Tree) -> Tree:
   def widen_leaf(x: object) -> object:
     if not is_gradient(x) or x.dtype == at_least_float32(x.dtype):
       return x
-    if isinstance(x, jax.ShapeDtypeStruct):
-      return x.update(dtype=at_least_float32(x.dtype))
-    return jnp.asarray(x, at_least_float32(x.dtype))
+    return in_dtype(x, at_least_float32(x.dtype))
 
   return jax.tree.map(widen_leaf, tree)
+
+
+def in_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+  """Returns an array or a `jax.ShapeDtypeStruct`, converted to a dtype."""
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return x.update(dtype=dtype)
+  return jnp.asarray(x, dtype)
 
 
 def _quotients(tree: Tree, loss_scale: jax.Array) -> Tree:

@@ -29,12 +29,9 @@ def select_at_definition(
   select: Select,
   check: Callable[[core.Jaxpr], None] = lambda jaxpr: None,
 ) -> tuple[_Result, _State]:
-  """Returns the result of `function`, and its new state or the old one.
-
-  `check` sees the recorded jaxpr before it is evaluated.
-  """
+  """Returns the result of `function`, and its new state or the old one."""
   jaxpr, (result, state) = jax.make_jaxpr(function, return_shape=True)()
-  check(jaxpr)
+  check(jaxpr)  # Before it is evaluated.
   split = len(jax.tree.leaves(result))
   olds = [None] * split + jax.tree.leaves(old_state)
   outputs, are_selected = _evaluate_selecting(jaxpr, [], olds, select)

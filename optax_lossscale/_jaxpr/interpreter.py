@@ -26,6 +26,7 @@ from optax_lossscale._jaxpr import in_place
 
 # The value of a variable. That of a literal or a constant may be NumPy's.
 Array = jax.Array | np.ndarray
+Arrays = Sequence[Array]
 
 # The type of a variable's value: an array, or what stands for one.
 Value = TypeVar("Value")
@@ -83,11 +84,9 @@ def record(
   *,
   may_change: bool = False,
 ) -> Recording:
-  """Records a function; the arrays among its arguments become inputs.
-
-  The function gets copies of its arguments, so its in-place changes are lost.
-  In-place changes raise an error unless `may_change` is True.
-  """
+  """Records a function; the arrays among its arguments become inputs."""
+  # The function gets copies of its arguments, so its in-place changes are lost.
+  # They raise an error unless `may_change` is True.
   # Under jit, a recording is evaluated only when the compiled program runs. A
   # recording inside another one is evaluated when the outer one is.
   is_at_once = is_recording() or not is_staged()

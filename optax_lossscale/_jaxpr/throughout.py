@@ -22,10 +22,11 @@ from optax_lossscale._base.leaves import Tree
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr.interpreter import Array
+from optax_lossscale._jaxpr.interpreter import Arrays
 from optax_lossscale._jaxpr.interpreter import Value
 
 # The outputs of operations, and what a rule counted in them.
-_Counted = tuple[Sequence[Array], ArrayTree]
+_Counted = tuple[Arrays, ArrayTree]
 
 
 class CountingRule:
@@ -42,7 +43,7 @@ class CountingRule:
     self,
     around: tuple[core.JaxprEqn, ...],
     equation: core.JaxprEqn,
-    inputs: Sequence[Array],
+    inputs: Arrays,
   ) -> _Counted:
     """Returns the outputs of an operation, and its count."""
     del around  # The equations that contain the operation, outermost first.
@@ -82,9 +83,9 @@ class Sum(CountingRule):
 
 def evaluate(
   jaxpr: core.Jaxpr,
-  arguments: Sequence[Array],
+  arguments: Arrays,
   rule: CountingRule,
-  consts: Sequence[Array] | None = None,
+  consts: Arrays | None = None,
   around: tuple[core.JaxprEqn, ...] = (),
 ) -> tuple[list[Array], Any]:
   """Returns the outputs of a jaxpr, and what `rule` counted in all of it."""
@@ -93,9 +94,7 @@ def evaluate(
   # `vmap` rules are also lost, so apply `vmap` first.
   counts = []
 
-  def apply(
-    equation: core.JaxprEqn, inputs: Sequence[Array]
-  ) -> Sequence[Array]:
+  def apply(equation: core.JaxprEqn, inputs: Arrays) -> Arrays:
     if calls.form(equation) is None:
       outputs, count = rule.apply(around, equation, inputs)
     else:
@@ -116,23 +115,23 @@ def evaluate(
 # Evaluates the body at a position in `calls.bodies`, and returns its outputs.
 Interpret = Callable[[int, Sequence[Value]], Sequence[Value]]
 # Does so, and also returns the body's count.
-_InterpretAndCount = Callable[[int, Sequence[Array]], _Counted]
+_InterpretAndCount = Callable[[int, Arrays], _Counted]
 
 
 class _Rebuilt(NamedTuple):
   """An equation to rebuild, and how to evaluate its bodies."""
 
   equation: core.JaxprEqn
-  inputs: Sequence[Array]
+  inputs: Arrays
   interpret: _InterpretAndCount
   rule: CountingRule
 
 
 def rebuild(
   equation: core.JaxprEqn,
-  inputs: Sequence[Array],
+  inputs: Arrays,
   interpret: Interpret[Array],
-) -> Sequence[Array]:
+) -> Arrays:
   """Evaluates an equation, using `interpret` to evaluate its bodies."""
   outputs, _ = _rebuild(
     equation, inputs, lambda *of_body: (interpret(*of_body), ()), CountingRule()
@@ -142,7 +141,7 @@ def rebuild(
 
 def _rebuild(
   equation: core.JaxprEqn,
-  inputs: Sequence[Array],
+  inputs: Arrays,
   interpret: _InterpretAndCount,
   rule: CountingRule,
 ) -> _Counted:
@@ -153,7 +152,7 @@ def _rebuild(
       return call(_Rebuilt(equation, inputs, interpret, rule))
   count = rule.zero
 
-  def keep_count(place: int, inputs: Sequence[Array]) -> Sequence[Array]:
+  def keep_count(place: int, inputs: Arrays) -> Arrays:
     nonlocal count
     outputs, count = interpret(place, inputs)
     return outputs
@@ -250,9 +249,7 @@ def _scan(of: _Rebuilt) -> _Counted:
   carried = calls.carried(equation)
   consts = inputs[: carried.start]
 
-  def run_round(
-    state: _Counted, x: list[Array]
-  ) -> tuple[_Counted, Sequence[Array]]:
+  def run_round(state: _Counted, x: list[Array]) -> tuple[_Counted, Arrays]:
     carry, counts = state
     outputs, more = interpret(0, [*consts, *carry, *x])
     counts = rule.join_round(counts, more, is_over=True)
@@ -280,7 +277,7 @@ def _while_loop(of: _Rebuilt) -> _Counted:
   start = calls.carried(equation).start
 
   # Body 0 is the condition, and body 1 is the loop's body.
-  def run(place: int, carry: Sequence[Array]) -> _Counted:
+  def run(place: int, carry: Arrays) -> _Counted:
     consts = [inputs[i] for i in bodies[place].inputs if i < start]
     return interpret(place, [*consts, *carry])
 

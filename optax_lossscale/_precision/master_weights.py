@@ -89,16 +89,15 @@ def master_weights(
   The next float16 after 1.0 is 1.001, and the next bfloat16 is 1.008. Adding
   less than half that gap has no effect, however often. This wrapper adds
   updates to the master, a wider copy in the optimizer's state. Its updates take
-  the parameter to the number nearest to the master. If the master is below half
-  or above twice the parameter, such an update may not exist in the parameter's
-  dtype; the nearest one comes close, and the next step does the rest.
+  the parameter to the number nearest to the master, or close to it if that is
+  below half or above twice the parameter.
 
   With `store="remainder"` the master is the parameter together with 16 more
   bits, which are 0 at first, so that it takes 2 bytes of state instead of 4.
-  With bfloat16 that is every bit of float32. With float16 it is too above
-  2**-17, and below it the master is a multiple of 2**-40. If no update leads to
-  the number nearest to a master, the master itself stops at the nearest value
-  that the remainder can hold, less than 1 % of the update away.
+  The parameter is then the number nearest to the master, away from zero if two
+  are. With bfloat16 that is every bit of float32. With float16 it is too above
+  2**-17, and below it the master is a multiple of 2**-40.
+  docs/guides/sixteen_bit_parameters.md says what large updates do.
 
   A parameter stops at the largest value of its dtype, and so does the master,
   unless it is a copy. Finite masters and updates never make a parameter inf.
@@ -178,7 +177,9 @@ def master_weights(
   def widen(x: jax.Array) -> jax.Array:
     # JAX does not promote float8.
     wide = np.promote_types(dtype, leaves.at_least_float32(x.dtype))
-    return _convert(x, wide) if is_copy or rounding.is_narrow(x, _REST) else x
+    return (
+      leaves.in_dtype(x, wide) if is_copy or rounding.is_narrow(x, _REST) else x
+    )
 
   def init(params: optax.Params) -> _AnyState:
     wide, inner_state = narrow_parameters.init(inner, _NAME, widen, params)
@@ -251,7 +252,7 @@ def _move_copy(
   # It depends only on the next master, not on the old master or the update, so
   # XLA can update the master in place.
   # A parameter that was cast in this program must be seen as it is stored.
-  wide = bits.rounded(_convert(param, master.dtype), param.dtype)
+  wide = bits.rounded(param.astype(master.dtype), param.dtype)
   # Around this wrapper, `loss_scaling` gets the way in float32 and does the
   # rest, so the rest is the same here.
   dtype = leaves.at_least_float32(param.dtype)
@@ -259,7 +260,7 @@ def _move_copy(
   way = jnp.where(
     skipped | (master == wide), jnp.asarray(-0.0, master.dtype), way
   )
-  way = _convert(bits.rounded(way, dtype), dtype)
+  way = bits.rounded(way, dtype).astype(dtype)
   return way if dtype == param.dtype else bits.reaching(way, param), master
 
 
@@ -281,10 +282,3 @@ _REMAINDER = narrow_parameters.Store(
   lambda kept, param: rounding.master(rounding.seen(param), kept, param.dtype),
   _move_by_remainder,
 )
-
-
-def _convert(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-  """Returns an array or a `jax.ShapeDtypeStruct`, converted to a dtype."""
-  if isinstance(x, jax.ShapeDtypeStruct):
-    return x.update(dtype=dtype)
-  return jnp.asarray(x, dtype)

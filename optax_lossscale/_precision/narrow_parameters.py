@@ -22,7 +22,8 @@ from optax_lossscale._step import states
 class Store(NamedTuple):
   """How parameters stand for wide values, by functions of one leaf."""
 
-  # A masked node is kept for a leaf that stands for itself.
+  # A leaf that stands for itself needs neither; a masked node is kept for it.
+
   # Returns the wide value from what is kept and the parameter.
   read: Callable[[jax.Array, jax.Array], jax.Array]
   # Returns the update and what is kept next, from what is kept, the next wide

@@ -118,16 +118,14 @@ class Policy:
     """
     arguments.check_function(fun)
 
-    if self.level in (None, "O0"):
-      in_mixed_precision = fun
-    else:
+    if self.level not in (None, "O0"):
       low: Any = self.compute_dtype  # `autocast` raises an error for None.
-      in_mixed_precision = autocast(fun, self.level, dtype=low)
+      fun = autocast(fun, self.level, dtype=low)
 
     @functools.wraps(fun)
     def fun_in_policy(*args: _P.args, **kwargs: _P.kwargs) -> _R:
       if self.level is not None or self.compute_dtype is None:
-        return self.cast_to_output(in_mixed_precision(*args, **kwargs))
+        return self.cast_to_output(fun(*args, **kwargs))
       # Pass a copy, so that the caller does not see changes that `fun` makes.
       args, kwargs = cast = self.cast_to_compute((args, kwargs))
       before = jax.tree.leaves(cast)
@@ -170,10 +168,8 @@ def _cast(name: str, dtype: DTypeLike | None, tree: trees.Tree) -> trees.Tree:
   arguments.check_enabled(name, dtype)
 
   def cast_leaf(is_gradient: bool, x: Any) -> object:
-    is_array = isinstance(
-      x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-    )
-    if not (is_gradient and is_array and jnp.issubdtype(x.dtype, jnp.floating)):
+    kinds = jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct
+    if not (is_gradient and isinstance(x, kinds) and leaves.is_real(x)):
       return x
     if isinstance(x, jax.ShapeDtypeStruct):
       return x.update(dtype=dtype, weak_type=False)
@@ -238,17 +234,9 @@ def get_policy(policy: object) -> Policy:
   dtype of JAX by its name, "half" (bfloat16 on a TPU, else float16) and "none",
   which keeps each value's dtype. "level=O1" adds that level of `autocast`.
 
-  The other names are policies with float32 parameters and output, except for
-  "origin" and "must_keep_origin_dtype":
-
-  - "O1", "O2", "O3", "auto" and "OD", MindSpore's and Paddle's levels, are
-    float16 at the level of that name. "O0" is float32, with nothing lowered.
-  - "mixed_float16" and "mixed_bfloat16" of Keras mean that dtype at level O1,
-    but here the output of the whole function is float32.
-  - Ascend's `precision_mode` and `precision_mode_v2`: "allow_fp32_to_fp16" is
-    OD; "force_fp16" or "fp16" is O3; "allow_mix_precision" and its variants are
-    O1; "origin" or "must_keep_origin_dtype" keeps the dtype of every value;
-    "force_fp32" or "cube_fp16in_fp32out" is float32 everywhere.
+  The other names are MindSpore's and Paddle's levels, Keras's "mixed_float16"
+  and "mixed_bfloat16", and the values of Ascend's `precision_mode` and
+  `precision_mode_v2`. docs/porting/README.md has a table of them.
 
   Names that look alike may differ: "float16" of jmp and Keras puts everything
   in float16, while Ascend's "fp16" is mixed precision with float32 parameters.

@@ -60,11 +60,10 @@ class PrecisionScheduleState(NamedTuple):
 class PrecisionSchedule:
   """Low precision first and full precision at the end. Experimental.
 
-  The first part of training is in low precision, which is faster on hardware
-  that supports it. The rest is in full precision, so that training ends at
-  about the same loss as without the schedule. `make_train_step` makes a
-  complete train step; a step of your own uses `value_and_grad`, `optimizer` and
-  `update`.
+  Low precision is faster on hardware that supports it. Full precision at the
+  end leads to about the same loss as without the schedule. `make_train_step`
+  makes a complete train step; a step of your own uses `value_and_grad`,
+  `optimizer` and `update`.
 
   Attributes:
     dtype: the low precision, float16 or bfloat16.
@@ -73,7 +72,7 @@ class PrecisionSchedule:
     until_loss: full precision begins when the loss is this or less. The decimal
       number that is written is compared exactly, and so is a Fraction. If
       batches differ much, pass `update` a mean over several steps, since one
-      low loss causes the switch. Give either this or `until_step`.
+      low loss causes the switch.
     allow_low_products: whether `loss_fn` itself may compute products in low
       precision, even at the end of training, when the loss is not scaled.
 
@@ -188,9 +187,8 @@ class PrecisionSchedule:
 
     In a train step of your own, call this instead of `scaled_value_and_grad`,
     and update `optimizer(tx, state)` instead of `tx`, because gradients are
-    scaled only while the precision is low. The loss is `cast(loss_fn)` in low
-    precision and `loss_fn` itself in full precision, in one program, so the
-    switch does not recompile.
+    scaled only while the precision is low. Both precisions are in one program,
+    so the switch does not recompile.
 
     Args:
       loss_fn: a function of float32 parameters that returns a float32 loss, or

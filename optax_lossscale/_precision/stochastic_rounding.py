@@ -66,13 +66,10 @@ def stochastic_rounding(
   steps of 2**-24), so that the mean of many steps is that of float32. Nothing
   is kept but a seed and a count.
 
-  The rounding is that of the updates, which are such that `optax.apply_updates`
-  rounds no more. No compiler drops it, unlike what adds noise before a cast.
-  Where a target is less than half or more than twice the parameter, a sum may
-  not reach both numbers around it; then it is one of two farther ones that it
-  does reach, and the mean is still the target. A parameter stops at the
-  largest value of its dtype, and no update is larger than that, so one step
-  may not lead from a large parameter to a large one of the other sign.
+  The updates are rounded such that `optax.apply_updates` rounds no more, and no
+  compiler drops that, unlike noise before a cast. A parameter stops at the
+  largest value of its dtype, and no update is larger than that;
+  docs/guides/sixteen_bit_parameters.md has the details.
 
   The inner optimizer sees float32 parameters and gradients. Nothing that
   changes updates may come after this wrapper in a chain. It works inside or

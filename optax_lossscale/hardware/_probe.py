@@ -13,12 +13,11 @@ from jax.typing import DTypeLike
 import numpy as np
 
 from optax_lossscale._base import arguments
+from optax_lossscale._base import formats
 from optax_lossscale._base import switches
 from optax_lossscale._step import checks
 
 _REQUIRED = ("float16", "bfloat16", "float32")
-# Every float8 dtype that JAX has, except for float8_e8m0fnu, which has no sign.
-_FLOAT8 = tuple(x for x in dir(jnp) if re.match(r"float8_(?!e8m0)", x))
 _HEADER = (
   *("dtype", "largest*2", "too large", "0/0", "subnormals"),
   *("cast back", "wider sums"),
@@ -85,7 +84,11 @@ class Hardware:
 
   def __repr__(self) -> str:
     rows = [_HEADER, *(_row(name, x) for name, x in self.dtypes.items())]
-    rows += [(x, "not supported") for x in _FLOAT8 if x not in self.dtypes]
+    rows += [
+      (x, "not supported")
+      for x in formats.SIGNED_FLOAT8
+      if x not in self.dtypes
+    ]
     preferred = getattr(self.preferred_dtype, "name", "unknown")
     lines = [
       f"{self.device}, through JAX's compiler",
@@ -124,7 +127,7 @@ def probe(device: jax.Device | None = None) -> Hardware:
       "`device` must be a jax.Device, such as jax.devices()[0], got "
       f"{arguments.shown(device)}."
     )
-  names = [*_REQUIRED, *_FLOAT8]
+  names = [*_REQUIRED, *formats.SIGNED_FLOAT8]
   try:
     used, outputs = _run(names, device)
   except Exception:

@@ -418,7 +418,7 @@ class _Tuning:
 
     def is_as_wanted(scope: str) -> bool:
       found = levels.find_override(tuple(overrides.items()), scope)
-      return (found[1] if found else None) == wanted[scope]
+      return found == wanted[scope]
 
     for patterns in (together, each):
       overrides.clear()
