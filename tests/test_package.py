@@ -109,7 +109,7 @@ step(jnp.ones((2, 2)), tx.init(jnp.ones((2, 2))))
   assert sum(lines) <= 11_000
 
 
-@pytest.mark.parametrize("room", {*ols.instruments._ROOMS.values()})
+@pytest.mark.parametrize("room", sorted({*ols.instruments._ROOMS.values()}))
 def test_an_instrument_loads_its_room_alone(room):
   names = [x for x, y in ols.instruments._ROOMS.items() if y == room]
   got = "; ".join(f"ols.instruments.{x}" for x in names)
