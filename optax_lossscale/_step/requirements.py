@@ -16,7 +16,6 @@ import optax
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import switches
-from optax_lossscale._base import trees
 from optax_lossscale._base import wiring
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._rules import base
@@ -320,8 +319,8 @@ def check_call(
 
 def check_gradients(gradients: object, params: object) -> None:
   """Raises if gradients would be broadcast to the shapes of parameters."""
-  found = params is not None and trees.mismatched_shape(
-    params, gradients, trees.is_for_each_example
+  found = params is not None and leaves.mismatched_shape(
+    params, gradients, leaves.is_for_each_example
   )
   if found:
     raise ValueError(
@@ -330,8 +329,8 @@ def check_gradients(gradients: object, params: object) -> None:
 
 
 def narrow_updates(
-  updates: trees.Tree, gradients: object, params: object, *, to_sums: bool
-) -> trees.Tree:
+  updates: leaves.Tree, gradients: object, params: object, *, to_sums: bool
+) -> leaves.Tree:
   """Returns an optimizer's updates in the dtypes of the parameters."""
   updates = leaves.as_arrays(updates)
   if params is None:
@@ -339,15 +338,15 @@ def narrow_updates(
   try:
     narrow = leaves.narrow_like(updates, params, to_sums=to_sums)
   except ValueError as error:
-    found = trees.difference(params, gradients)
+    found = leaves.difference(params, gradients)
     if found is None:
       raise
     raise ValueError(
       f"`updates` must be gradients that fit the parameters, got {found}."
     ) from error
   # An optimizer may return per-example gradients, whose shapes may differ.
-  of_examples = trees.mismatched_shape(params, gradients) is not None
-  found = None if of_examples else trees.mismatched_shape(params, narrow)
+  of_examples = leaves.mismatched_shape(params, gradients) is not None
+  found = None if of_examples else leaves.mismatched_shape(params, narrow)
   if found:
     raise ValueError(
       "the updates of `inner` must have the shapes of the parameters, got "
@@ -369,7 +368,7 @@ def explained(
   except (AttributeError, TypeError, ValueError) as error:
     # Not before, since gradients need not have the structure of the parameters:
     # with `optax.lookahead` they do not.
-    fits = trees.is_for_each_example
+    fits = leaves.is_for_each_example
     # A state that depends on the parameters' dtypes cannot be compared with
     # gradients. Of a state like lookahead's they fit a part of the parameters.
     parts = jax.tree.leaves(params, is_leaf=lambda x: x is not params)
@@ -379,15 +378,15 @@ def explained(
     found = None
     if not is_narrow:
       of_gradients = _init_shapes(inner, gradients, inner_state)
-      found = trees.difference(inner_state, of_gradients, fits)
+      found = leaves.difference(inner_state, of_gradients, fits)
     rule = "`updates` must be gradients that fit the state"
     if params is not None:
       of_params = _init_shapes(inner, params, inner_state)
       # Gradients that fit the state need not have the parameters' structure.
       if found or (is_narrow and not is_of_part):
-        found = trees.difference(params, gradients, fits)
+        found = leaves.difference(params, gradients, fits)
       rule = "`updates` must be gradients that fit the parameters"
-      if other := trees.difference(of_params, inner_state):
+      if other := leaves.difference(of_params, inner_state):
         rule = "`state` must be that of this optimizer for these parameters"
         found = other
     if found is None:
