@@ -23,15 +23,6 @@ from optax_lossscale._rules import fixed
 from optax_lossscale._step import checks
 from optax_lossscale._step import states
 
-_SET_STATE = (
-  "to change the rule in mid-run, set its state: "
-  "optax.tree.set(opt_state, loss_scale_state=rule.init())"
-)
-_SWITCH_OFF = (
-  "take checkpoints.with_loss_scaling("
-  "checkpoints.without_loss_scaling(opt_state), tx.init(params))"
-)
-
 
 def as_optimizer(
   name: str, inner: optax.GradientTransformation | optax.MultiSteps
@@ -190,35 +181,54 @@ def check_state(state: object, rule: base.LossScale | None) -> None:
   init = fixed.NoLossScaleState if rule is None else rule.init
   expected = jax.eval_shape(lambda: leaves.as_arrays(init()))
   got = state.loss_scale_state
+  if found := _mismatch(got, expected):
+    raise ValueError(
+      f"`state` must hold the state of this `rule`, got {found}; "
+      f"{_remedy(got, expected, rule)}."
+    )
+
+
+def _mismatch(got: object, expected: object) -> str | None:
+  """Returns how a rule's state differs from the expected one, if it does."""
   structures: list[object] = [jax.tree.structure(x) for x in (got, expected)]
   fields = [_fields(x) for x in (got, expected)]
   # The names of all fields or, if the structures match, of those that differ.
   listed: list[list[str]] = [list(own) for own in fields]
   if structures[0] == structures[1]:
-    if fields[0] == fields[1]:
-      return
     same = fields[0].items() & fields[1].items()
     listed = [
       [" ".join(x) for x in own.items() if x not in same] for own in fields
     ]
-  in_words = [
+    if not any(listed):
+      return None
+  in_words = (
     f"{type(x).__name__}({', '.join(own)})"
     for x, own in zip((got, expected), listed, strict=True)
-  ]
-  remedy = _SWITCH_OFF if rule is None else _SET_STATE
+  )
+  return " where the rule has ".join(in_words)
+
+
+def _remedy(got: object, expected: object, rule: base.LossScale | None) -> str:
+  """Returns the remedy for the state of another rule than this one."""
+  if hasattr(getattr(got, "loss_scale", None), "__jax_array__"):
+    return states.AS_PURE
   if isinstance(got, dict):
-    remedy = states.RESTORE
-  if hasattr(expected, "_replace") and remedy == _SET_STATE and fields[0]:
+    return states.RESTORE
+  if rule is None:
+    return (
+      "take checkpoints.with_loss_scaling("
+      "checkpoints.without_loss_scaling(opt_state), tx.init(params))"
+    )
+  remedy = (
+    "to change the rule in mid-run, set its state: "
+    "optax.tree.set(opt_state, loss_scale_state=rule.init())"
+  )
+  if hasattr(expected, "_replace") and jax.tree.leaves(got):
     remedy += (
       ", or rule.init()._replace(loss_scale=get_loss_scale(opt_state)) to "
       "keep S"
     )
-  if hasattr(getattr(got, "loss_scale", None), "__jax_array__"):
-    remedy = states.AS_PURE
-  raise ValueError(
-    f"`state` must hold the state of this `rule`, got {in_words[0]} where the "
-    f"rule has {in_words[1]}; {remedy}."
-  )
+  return remedy
 
 
 def _fields(rule_state: object) -> dict[str, str]:
@@ -319,10 +329,10 @@ def check_call(
 
 def check_gradients(gradients: object, params: object) -> None:
   """Raises if gradients would be broadcast to the shapes of parameters."""
-  found = params is not None and leaves.mismatched_shape(
-    params, gradients, leaves.is_for_each_example
-  )
-  if found:
+  if params is None:
+    return
+  fits = leaves.is_for_each_example
+  if found := leaves.mismatched_shape(params, gradients, fits):
     raise ValueError(
       f"`updates` must have the shapes of the parameters, got {found}."
     )
@@ -344,10 +354,9 @@ def narrow_updates(
     raise ValueError(
       f"`updates` must be gradients that fit the parameters, got {found}."
     ) from error
-  # An optimizer may return per-example gradients, whose shapes may differ.
-  of_examples = leaves.mismatched_shape(params, gradients) is not None
-  found = None if of_examples else leaves.mismatched_shape(params, narrow)
-  if found:
+  # Per-example gradients, which an optimizer may return, have other shapes.
+  of_params = leaves.mismatched_shape(params, gradients) is None
+  if of_params and (found := leaves.mismatched_shape(params, narrow)):
     raise ValueError(
       "the updates of `inner` must have the shapes of the parameters, got "
       f"{found}."
