@@ -12,7 +12,7 @@ import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
-from optax_lossscale._base import trees
+from optax_lossscale._base.leaves import Tree
 from optax_lossscale._step import states
 
 __all__ = ["from_dicts", "with_loss_scaling", "without_loss_scaling"]
@@ -22,7 +22,7 @@ _NOTHING = object()
 _GROWING = (states.LastStep, states.StepCounts)
 
 
-def from_dicts(restored: object, target: trees.Tree) -> trees.Tree:
+def from_dicts(restored: object, target: Tree) -> Tree:
   """Returns the dicts and lists of a checkpoint in the structure of a target.
 
   In a later version of this library the state may have a new field. Restore an
@@ -84,7 +84,7 @@ def without_loss_scaling(opt_state: optax.OptState) -> Any:
   return states.replace_states(lambda _, x: x.inner_state, opt_state)
 
 
-def with_loss_scaling(bare_state: object, opt_state: trees.Tree) -> trees.Tree:
+def with_loss_scaling(bare_state: object, opt_state: Tree) -> Tree:
   """Wraps an optimizer state that was made before loss scaling was added.
 
   Training continues from an old checkpoint with its moments and counts. It
@@ -281,4 +281,4 @@ def _describe(node: object) -> str:
       return arguments.shown(node)
     return f"{dtype.name}[{', '.join(map(str, np.shape(node)))}]"
   names = [key.key for key in _open(node)[1]]
-  return f"{type(node).__name__}({trees.listed(names)})"
+  return f"{type(node).__name__}({leaves.listed(names)})"

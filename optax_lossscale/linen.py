@@ -17,7 +17,6 @@ import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
-from optax_lossscale._base import trees
 from optax_lossscale._step import by_hand
 from optax_lossscale._step import requirements
 from optax_lossscale._step import states
@@ -218,7 +217,7 @@ class TrainState(train_state.TrainState):
     old = {name: getattr(self, name) for name in new}
     for name in new:
       rule = f"`{name}` must keep its structure"
-      trees.check_structure(rule, new[name], old[name])
+      leaves.check_structure(rule, new[name], old[name])
     return self.replace(**by_hand.select_on_skip(self.opt_state, new, old))
 
 

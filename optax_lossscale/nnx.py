@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from optax_lossscale._autocast import autocast as plain_autocast
 from optax_lossscale._base import arguments
-from optax_lossscale._base import trees
+from optax_lossscale._base import leaves
 from optax_lossscale._base.arguments import kind_of
 from optax_lossscale._jaxpr import in_place
 from optax_lossscale._step import backward
@@ -335,7 +335,7 @@ def undo_on_skip(
   skipped = _find_state(optimizer, path).skipped_steps != skipped_steps
   selected = {}
   for place in filter(old.__contains__, new):
-    trees.check_structure(
+    leaves.check_structure(
       "in a step that may be skipped a variable must keep its structure",
       {_name(place): new[place]},
       {_name(place): old[place]},

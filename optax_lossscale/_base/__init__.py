@@ -1,1 +1,1 @@
-"""The base that every package uses: arguments, leaves, bits, trees."""
+"""The base that every package uses: arguments, leaves, bits."""

@@ -78,10 +78,8 @@ def kind_of(value: object) -> str:
 
 
 def is_numeric(value: object) -> bool:
-  """Returns False for values that NumPy would misread as numbers.
-
-  NumPy reads bytes as character codes, and dates and time spans as integers.
-  """
+  """Returns False for values that NumPy would misread as numbers."""
+  # NumPy reads bytes as character codes, and dates and time spans as integers.
   if isinstance(value, (jax.Array, np.ndarray, np.generic)):
     dtype = value.dtype
     is_number = jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_

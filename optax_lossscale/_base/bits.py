@@ -1,9 +1,8 @@
-"""The largest magnitude in many arrays, found in one read, with NaN and inf.
+"""The largest magnitude in many arrays, found in one read, with NaN and inf."""
 
-The maximum is over the bits of |x|, read as integers, which sort like |x| does,
-with NaN above inf. A maximum over floats would drop NaN in XLA's CPU kernels
-and in collectives.
-"""
+# The maximum is over the bits of |x|, read as integers, which sort like |x|
+# does, with NaN above inf. A maximum over floats would drop NaN in XLA's CPU
+# kernels and in collectives.
 
 from collections.abc import Callable
 from collections.abc import Hashable
@@ -71,12 +70,12 @@ def held(x: jax.Array) -> jax.Array:
 def rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
   """Returns float32 or float64 numbers, rounded to those of a narrower dtype.
 
-  XLA may remove a cast to `dtype` and back, but it keeps this rounding. inf and
-  numbers that are too large become what the cast makes of them: inf, NaN or the
-  largest value. NaN stays NaN and -0.0 stays -0.0, even if `dtype` has neither.
-  A float64 is rounded once, while XLA may cast it via float32. The derivative
-  is that of a cast. If `dtype` is not narrower, nothing is rounded.
+  inf and numbers that are too large become what a cast makes of them: inf, NaN
+  or the largest value. NaN stays NaN and -0.0 stays -0.0, even if `dtype` has
+  neither. The derivative is that of a cast.
   """
+  # XLA may remove a cast to `dtype` and back, but it keeps this rounding. A
+  # float64 is rounded once, while XLA may cast it via float32.
   own, target = jnp.finfo(x.dtype), jnp.finfo(dtype)
   result = x
   if target.nmant < own.nmant:
@@ -111,13 +110,12 @@ def amax(
   in_order: bool = True,
   scale: jax.Array | None = None,
 ) -> jax.Array:
-  """Returns the largest |x| in the dtype of `carrier`; NaN if any x is NaN.
-
-  A CPU reads large arrays one after another, and an accelerator some together,
-  which is fastest if all of them exist anyway. Unless `in_order`, each can be
-  read once it is computed, and only about 1/32 of it need be kept. A GPU reads
-  arrays that may be sharded by fewer kernels if there is any `scale`.
-  """
+  """Returns the largest |x| in the dtype of `carrier`; NaN if any x is NaN."""
+  # A CPU reads large arrays one after another, and an accelerator some
+  # together, which is fastest if all of them exist anyway. Unless `in_order`,
+  # each can be read once it is computed, and only about 1/32 of it need be
+  # kept. A GPU reads arrays that may be sharded by fewer kernels if there is
+  # any `scale`.
   dtype = formats.carrier(arrays[0].dtype)
   arrays = [carried(x) for x in arrays]
   ways = _ways(arrays, in_order, scale)
@@ -157,29 +155,20 @@ def _ways(
 
 
 def within(x: jax.Array, largest: float, *terms: jax.Array) -> jax.Array:
-  """Returns x, at most `largest` away from 0 unless a term is not finite.
-
-  `terms` are the operands of x, by default x itself.
-  """
-  is_finite = functools.reduce(
-    jnp.logical_and, map(jnp.isfinite, terms or (x,))
-  )
+  """Returns x, at most `largest` away from 0 unless a term is not finite."""
+  # The terms are the operands of x, by default x itself.
+  terms = terms or (x,)
+  is_finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, terms))
   return jnp.where(is_finite, jnp.clip(x, -largest, largest), x)
 
 
 def update_to(goal: jax.Array, param: jax.Array, dtype: DTypeLike) -> jax.Array:
-  """Returns the update that takes a parameter nearest to a goal.
-
-  Within a factor of two of the parameter the sum is that number. No update is
-  longer than the largest number of the dtype, so the way from one end of the
-  dtype to the other takes two steps. No change is -0.0, since adding 0.0 would
-  turn a -0.0 parameter into 0.0.
-
-  Args:
-    goal: float32 or float64, within the range of `dtype`.
-    param: the parameter, like `goal`.
-    dtype: the parameter's own.
-  """
+  """Returns the update in a parameter's dtype that comes nearest to a goal."""
+  # The goal and the parameter are float32 or float64, within that dtype's
+  # range. Within a factor of two of the parameter the sum is the goal. No
+  # update is longer than the largest number of the dtype, so the way from one
+  # end of the dtype to the other takes two steps. No change is -0.0, since
+  # adding 0.0 would turn a -0.0 parameter into 0.0.
   finfo = jnp.finfo(dtype)
   found = within(goal - param, float(finfo.max), goal, param)
   found = rounded(found, dtype)
@@ -192,11 +181,9 @@ def update_to(goal: jax.Array, param: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def reaching(update: jax.Array, param: jax.Array) -> jax.Array:
-  """Narrows a wide update so that the new parameter is close to the wide sum.
-
-  Near the parameter the new one is the wide sum rounded to the narrow dtype.
-  It is finite if the parameter and the update are.
-  """
+  """Narrows a wide update; the new parameter is close to the wide sum."""
+  # Near the parameter the new one is the wide sum rounded to the narrow dtype.
+  # It is finite if the parameter and the update are.
   wide = rounded(param.astype(update.dtype), param.dtype)
   largest = formats.largest(param.dtype)
   target = within(wide + update, largest, wide, update)
@@ -226,11 +213,9 @@ def _unsigned(dtype: DTypeLike) -> np.dtype:
 
 
 def _may_move(x: jax.Array) -> bool:
-  """Returns whether reshaping could move an array between devices.
-
-  The answer is True on any mesh of several devices, even if this machine lacks
-  them, and on an explicit mesh, whose axis type may forbid reshaping.
-  """
+  """Returns whether reshaping could move an array between devices."""
+  # True on any mesh of several devices, even if this machine lacks them, and on
+  # an explicit mesh, whose axis type may forbid reshaping.
   mesh = jax.typeof(x).sharding.mesh
   axis_types = {*mesh.axis_types}
   # Inside `shard_map` an array is one device's.
@@ -247,11 +232,9 @@ def varying_axes(x: jax.Array) -> frozenset[Hashable]:
 
 
 def _may_be_sharded_unseen(arrays: Sequence[jax.Array]) -> bool:
-  """Returns whether arrays may be sharded although their types do not say so.
-
-  The `in_shardings` of jit are not in the types of its arguments. It counts the
-  devices that JAX sees, not those that a program is exported for.
-  """
+  """Returns whether arrays may be sharded without a sign in their types."""
+  # The `in_shardings` of jit are not in the types of its arguments. This counts
+  # the devices that JAX sees, not those that a program is exported for.
   meshes = [jax.typeof(x).sharding.mesh for x in arrays]
   return jax.device_count() > 1 and any(mesh.empty for mesh in meshes)
 
@@ -262,11 +245,9 @@ def _largest_by_leaf(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def _largest_by_group(arrays: Sequence[jax.Array]) -> jax.Array:
-  """Returns the largest bits by one reduction for all arrays of a shape.
-
-  A TPU copies arrays to join or reshape them. So that is done only to small
-  arrays, each the only one of its shape.
-  """
+  """Returns the largest bits by one reduction for all arrays of a shape."""
+  # A TPU copies arrays to join or reshape them. So that is done only to small
+  # arrays, each the only one of its shape.
   largest: list[jax.Array] = []
   small: list[jax.Array] = []
   for group in _groups(arrays, _MANY):
@@ -280,10 +261,8 @@ def _largest_by_group(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def _largest_by_row(arrays: Sequence[jax.Array]) -> jax.Array:
-  """Returns the largest bits by one GPU kernel for the arrays of each size.
-
-  It leaves a row of numbers or many. One more kernel reduces the rows of all.
-  """
+  """Returns the largest bits by one GPU kernel for the arrays of each size."""
+  # It leaves a row of numbers or many. One more kernel reduces the rows of all.
   rows: list[jax.Array] = []
   flat = [x.reshape(-1) for x in arrays]
   for group in _groups(flat, _MANY):
@@ -308,10 +287,9 @@ def _largest_by_row(arrays: Sequence[jax.Array]) -> jax.Array:
 def _largest_of_shards(
   arrays: Sequence[jax.Array], *, scale: jax.Array
 ) -> jax.Array:
-  """Returns the largest bits by few kernels, moving nothing between devices.
-
-  Each array has reductions of its own, which XLA joins for arrays of one shape.
-  """
+  """Returns the largest bits by few kernels, moving nothing between devices."""
+  # Each array has reductions of its own, which XLA joins for those of one
+  # shape.
   # At most 32 bits are set, so this is 0, but XLA does not know it.
   scale = lax.bitcast_convert_type(scale.astype(jnp.float32), jnp.uint32)
   zero = (lax.population_count(scale) >> 6).astype(_unsigned(arrays[0].dtype))
@@ -425,11 +403,9 @@ def _first(x: jax.Array) -> jax.Array:
 
 
 def reached(x: ArrayLike, limit: float, *, inclusive: bool) -> jax.Array:
-  """Returns bool[...], True where |x| is above `limit`, or NaN.
-
-  If `inclusive`, |x| may also be equal to it. Comparing bits makes a compiler
-  that computes in a wider dtype round to the dtype of `x` first.
-  """
+  """Returns bool[...], True where |x| is above `limit`, or NaN."""
+  # If `inclusive`, |x| may also be equal to it. Comparing bits makes a compiler
+  # that computes in a wider dtype round to the dtype of `x` first.
   x = jnp.asarray(x)
   if jnp.iscomplexobj(x):
     parts = (reached(y, limit, inclusive=inclusive) for y in (x.real, x.imag))
@@ -456,10 +432,8 @@ def divide(x: jax.Array, divisor: float) -> jax.Array:
 
 
 def log2(x: jax.Array) -> jax.Array:
-  """Returns the base-2 logarithm, exact for a power of two.
-
-  S usually is a power of two, for which `jnp.log2` may be off by 1e-6.
-  """
+  """Returns the base-2 logarithm, exact for a power of two."""
+  # S usually is a power of two, for which `jnp.log2` may be off by 1e-6.
   mantissa, exponent = jnp.frexp(x)
   # A power of two has the mantissa 0.5; 0 and inf are their own mantissas.
   return exponent.astype(x.dtype) + jnp.log2(mantissa)

@@ -1,9 +1,12 @@
-"""Decides which leaves of a tree are gradients, and converts their dtypes."""
+"""Leaves of trees: which are gradients, their dtypes, where trees differ."""
 
 import collections
+from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Hashable
 from collections.abc import Iterable
 import functools
+import operator
 from typing import TypeGuard
 from typing import TypeVar
 
@@ -24,6 +27,11 @@ Tree = TypeVar("Tree")
 
 # The keys of JAX that lead to a leaf. Two paths may have the same text.
 Path = tuple[Hashable, ...]
+
+Shape = tuple[int, ...]
+
+# An error names this many leaves and counts the others.
+_MOST_NAMED = 4
 
 # Flax keeps the scales and amax histories of FP8 layers in a collection of this
 # name, which it spells with the underscore. Differentiating with respect to
@@ -55,10 +63,8 @@ def path_name(path: Path) -> str:
 
 
 def path_names(paths: Iterable[Path]) -> dict[Path, str]:
-  """Returns the text of each path, in a longer form where two are equal.
-
-  A key may contain a slash, as in `{"net/linear": x, "net": {"linear": y}}`.
-  """
+  """Returns the text of each path, in a longer form where two are equal."""
+  # A key may contain a slash, as in `{"net/linear": x, "net": {"linear": y}}`.
   short = {path: path_name(path) for path in paths}
   counts = collections.Counter(short.values())
   names = {
@@ -79,10 +85,8 @@ def is_at(path: Path, text: object) -> bool:
 
 
 def as_arrays(tree: Tree) -> Tree:
-  """Returns `tree` with Python and NumPy numbers as strongly typed arrays.
-
-  Otherwise a number could be overlooked, or a weak type make a step recompile.
-  """
+  """Returns `tree` with Python and NumPy numbers as strongly typed arrays."""
+  # Otherwise a number could be overlooked, or a weak type recompile a step.
 
   def as_array(x: object) -> object:
     if isinstance(x, (bool, int, float, complex)):
@@ -131,10 +135,8 @@ def at_least_float32(dtype: DTypeLike) -> DTypeLike:
 
 
 def widen(tree: Tree) -> Tree:
-  """Returns `tree` with all real leaves in float32 or wider.
-
-  In float16, the squares that optimizers compute would become 0 or inf.
-  """
+  """Returns `tree` with all real leaves in float32 or wider."""
+  # In float16, the squares that optimizers compute would become 0 or inf.
 
   def widen_leaf(x: object) -> object:
     if not is_gradient(x) or x.dtype == at_least_float32(x.dtype):
@@ -189,10 +191,8 @@ def unscale(tree: Tree, loss_scale: jax.Array) -> Tree:
 def narrow_like(
   updates: Tree, params: object, *, to_sums: bool = False
 ) -> Tree:
-  """Returns `updates` in the dtypes of `params`, where both leaves are real.
-
-  With `to_sums` narrow parameters come nearest to their sums in float32.
-  """
+  """Returns `updates` in the dtypes of `params`, where both leaves are real."""
+  # With `to_sums` narrow parameters come nearest to their sums in float32.
 
   def narrow_leaf(update: object, param: object) -> object:
     if not (is_real(update) and is_real(param)):
@@ -233,3 +233,76 @@ def overwrites(path: Path) -> bool:
 def without_inf(x: jax.Array) -> jax.Array:
   """Returns a mean of finite numbers, which rounding may have made inf."""
   return jnp.nan_to_num(x)
+
+
+def difference(
+  expected: object,
+  got: object,
+  fits: Callable[[Shape, Shape], bool] = operator.eq,
+) -> str | None:
+  """Returns how a tree differs from the expected one; None if it does not."""
+  # Compares the leaves by path, then the containers, and last the shapes.
+  structures: list[object] = list(map(jax.tree.structure, (got, expected)))
+  if structures[0] == structures[1]:
+    return mismatched_shape(expected, got, fits)
+  paths, got_paths = (
+    [path_name(path) for path, _ in jax.tree.leaves_with_path(tree)]
+    for tree in (expected, got)
+  )
+  parts = []
+  if missing := [path for path in paths if path not in got_paths]:
+    parts.append(f"nothing at {listed(missing, _MOST_NAMED)}")
+  if extra := [path for path in got_paths if path not in paths]:
+    place = listed(extra, _MOST_NAMED)
+    parts.append(f"something at {place} where nothing belongs")
+  return " and ".join(parts) or " and not ".join(
+    shown(x, 500) for x in structures
+  )
+
+
+def is_for_each_example(got: Shape, expected: Shape) -> bool:
+  """Returns whether shapes match, apart from a possible first axis."""
+  # Some optimizers take one gradient per example, along a first axis.
+  return expected in (got, got[1:])
+
+
+def mismatched_shape(
+  expected: object,
+  got: object,
+  fits: Callable[[Shape, Shape], bool] = operator.eq,
+) -> str | None:
+  """Returns the first leaf whose shape does not fit; None if all do."""
+  # Some optimizers require trees of other structures, so these are no mismatch.
+  # None in place of a leaf fits.
+  structures: list[object] = [
+    jax.tree.structure(x, is_leaf=is_none) for x in (expected, got)
+  ]
+  if structures[0] != structures[1]:
+    return None
+  wanted = jax.tree.leaves(expected, is_leaf=is_none)
+  found = jax.tree.leaves_with_path(got, is_leaf=is_none)
+  for leaf, (path, x) in zip(wanted, found, strict=True):
+    is_there = leaf is not None and x is not None
+    if is_there and not fits(np.shape(x), np.shape(leaf)):
+      place = path_name(path)
+      return f"shape {np.shape(x)} at {place!r} and not {np.shape(leaf)}"
+  return None
+
+
+def check_structure(rule: str, new: object, old: object) -> None:
+  """Raises if two trees differ in structure or in the shapes of leaves."""
+  if (found := difference(old, new)) is not None:
+    raise ValueError(f"{rule}, got {found}.")
+
+
+def check_kept(name: str, new: object, old: object) -> None:
+  """Raises unless the new state of `name` has the structure of the old one."""
+  rule = f"the state of `{name}` must keep the structure that its init made"
+  check_structure(rule, new, old)
+
+
+def listed(names: Collection[object], most: int = 20) -> str:
+  """Returns text that lists the first `most` names and counts the others."""
+  named = ", ".join(map(repr, list(names)[:most]))
+  more = len(names) - most
+  return f"{named} and {more} more" if more > 0 else named

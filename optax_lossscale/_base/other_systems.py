@@ -1,7 +1,4 @@
-"""Names that people try first, since another system has them.
-
-Each leads to the line to write here, and to its page of docs/porting.
-"""
+"""Names that people try first, since another system has them."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -17,7 +14,8 @@ _R = TypeVar("_R")
 
 _FLAX, _MINDSPORE = "flax_jmp", "mindspore"
 
-# Names in other packages. A preset goes into `loss_scaling`.
+# Names in other packages, each with the line to write here and its page of
+# docs/porting. A preset goes into `loss_scaling`.
 _NAMES = {
   "GradScaler": ("presets.torch()", "torch"),
   "ShardedGradScaler": ("presets.torch_sharded()", "torch"),

@@ -1,9 +1,9 @@
-"""Operands that siblings share, so that XLA makes few kernels for a GPU.
+"""Operands that siblings share, so that XLA makes few kernels for a GPU."""
 
-XLA:GPU makes one kernel of several sibling operations, such as the updates of
-leaves of one shape, only if they share an operand. A scalar does not count. So
-what many operations read goes through one small array that all of them share.
-"""
+# XLA:GPU makes one kernel of several sibling operations, such as the updates of
+# leaves of one shape, only if they share an operand. A scalar does not count.
+# So what many operations read goes through one small array that all of them
+# share.
 
 from collections.abc import Callable
 
@@ -34,11 +34,9 @@ def from_one_array(*scalars: jax.Array) -> list[jax.Array]:
 
 @promises.promise("shared", assume=lambda *scalars: list(scalars))
 def shared(*scalars: jax.Array) -> list[jax.Array]:
-  """Returns the same scalars, for a GPU from one array that all readers share.
+  """Returns the same scalars, on a GPU from one array for all readers."""
 
-  The barrier keeps XLA from computing them again for each reader.
-  """
-
+  # The barrier keeps XLA from computing them again for each reader.
   def elsewhere(*scalars: jax.Array) -> list[jax.Array]:
     return [*lax.optimization_barrier(scalars)]
 

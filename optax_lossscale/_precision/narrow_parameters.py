@@ -15,7 +15,6 @@ import optax
 from optax_lossscale._base import bits
 from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
-from optax_lossscale._base import trees as _trees
 from optax_lossscale._step import states
 
 
@@ -137,7 +136,7 @@ def over(
   try:
     structure.flatten_up_to(params)
   except ValueError as error:
-    found = _trees.difference(places, params)
+    found = leaves.difference(places, params)
     raise ValueError(
       f"`params` must be the parameters that belong to the state, got {found}."
     ) from error

@@ -19,7 +19,6 @@ from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._base import arguments
 from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
-from optax_lossscale._base import trees
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._jaxpr import in_place
 
@@ -87,7 +86,7 @@ class Policy:
         "or no level."
       )
 
-  def cast_to_param(self, tree: trees.Tree) -> trees.Tree:
+  def cast_to_param(self, tree: leaves.Tree) -> leaves.Tree:
     """Returns `tree` in the dtype of the parameters.
 
     Args:
@@ -95,11 +94,11 @@ class Policy:
     """
     return _cast("param_dtype", self.param_dtype, tree)
 
-  def cast_to_compute(self, tree: trees.Tree) -> trees.Tree:
+  def cast_to_compute(self, tree: leaves.Tree) -> leaves.Tree:
     """Returns `tree` in the dtype of the computation. See `cast_to_param`."""
     return _cast("compute_dtype", self.compute_dtype, tree)
 
-  def cast_to_output(self, tree: trees.Tree) -> trees.Tree:
+  def cast_to_output(self, tree: leaves.Tree) -> leaves.Tree:
     """Returns `tree` in the dtype of the output. See `cast_to_param`."""
     return _cast("output_dtype", self.output_dtype, tree)
 
@@ -161,7 +160,7 @@ def _check_dtype(name: str, dtype: object) -> np.dtype | None:
   return found
 
 
-def _cast(name: str, dtype: DTypeLike | None, tree: trees.Tree) -> trees.Tree:
+def _cast(name: str, dtype: DTypeLike | None, tree: leaves.Tree) -> leaves.Tree:
   """Returns `tree` with its real floating arrays in `dtype`."""
   if dtype is None:
     return tree

@@ -6,9 +6,9 @@ from jax import lax
 import optax
 
 from optax_lossscale._base import leaves
-from optax_lossscale._base import trees
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._base.bits import varying_axes
+from optax_lossscale._base.leaves import Tree
 from optax_lossscale._step import devices
 
 
@@ -74,7 +74,7 @@ def pmean_gradients(
   return optax.stateless(mean)
 
 
-def make_varying(tree: trees.Tree, axis_name: devices.AxisNames) -> trees.Tree:
+def make_varying(tree: Tree, axis_name: devices.AxisNames) -> Tree:
   """Returns the same values, marked as varying over devices.
 
   Under `shard_map`, JAX sums the gradients of replicated parameters over the

@@ -5,7 +5,7 @@ import jax
 import optax
 
 from optax_lossscale._base import leaves
-from optax_lossscale._base import trees
+from optax_lossscale._base.leaves import Tree
 from optax_lossscale._step import backward
 from optax_lossscale._step import provenance
 from optax_lossscale._step import requirements
@@ -54,11 +54,11 @@ def scale_loss(
 
 
 def unscale(
-  scaled_grads: trees.Tree,
+  scaled_grads: Tree,
   opt_state: optax.OptState,
   *,
   path: str | None = None,
-) -> trees.Tree:
+) -> Tree:
   """Returns the gradients divided by S, in float32 or wider.
 
   Use it if you need true gradients outside the wrapper, for example to log
@@ -99,11 +99,11 @@ def unscale(
 
 def select_on_skip(
   opt_state: optax.OptState,
-  new: trees.Tree,
-  old: trees.Tree,
+  new: Tree,
+  old: Tree,
   *,
   path: str | None = None,
-) -> trees.Tree:
+) -> Tree:
   """Returns `old` if the last step was skipped, else `new`.
 
   Use it for values that a step changes outside the optimizer, such as batch
@@ -133,7 +133,7 @@ def select_on_skip(
     >>> print(ols.select_on_skip(state, new=8, old=7))
     7
   """
-  trees.check_structure(
+  leaves.check_structure(
     "`new` and `old` must have the same structure", new, old
   )
   return skipping.select(states.state_in_use(opt_state, path).skipped, old, new)

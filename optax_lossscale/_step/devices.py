@@ -16,10 +16,10 @@ import jax.numpy as jnp
 
 from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
-from optax_lossscale._base import trees
 from optax_lossscale._base import wiring
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._base.bits import varying_axes
+from optax_lossscale._base.leaves import Tree
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import operation_table
 
@@ -178,8 +178,8 @@ def axes_beyond(x: jax.Array, *others: jax.Array) -> list[Hashable]:
 
 
 def average_scaled(
-  scaled_grads: trees.Tree, names: Sequence[Hashable], overflow: jax.Array
-) -> trees.Tree:
+  scaled_grads: Tree, names: Sequence[Hashable], overflow: jax.Array
+) -> Tree:
   """Returns the mean of scaled gradients over devices, in their own dtype."""
   refuse_reduced("average_scaled", scaled_grads, names)
 
@@ -240,8 +240,8 @@ def refuse_reduced(
 
 
 def map_gradients(
-  function: Callable[[jax.Array], jax.Array], tree: trees.Tree
-) -> trees.Tree:
+  function: Callable[[jax.Array], jax.Array], tree: Tree
+) -> Tree:
   return jax.tree.map(
     lambda x: function(x) if leaves.is_gradient(x) else x, tree
   )

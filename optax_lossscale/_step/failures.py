@@ -83,7 +83,8 @@ def raise_if_failed(
       "max_consecutive_skips", max_consecutive_skips
     )
   states = _states.require_states(opt_state)
-  if max_consecutive_skips is None and not any(map(_may_end, states.values())):
+  may_end = any(_failure(state) is not None for state in states.values())
+  if max_consecutive_skips is None and not may_end:
     raise ValueError(
       "`max_consecutive_skips` must be a number with a rule that never ends a "
       "run, got None; raise_if_failed(opt_state, 100) allows 100 skipped steps "
@@ -109,25 +110,20 @@ def raise_if_failed(
       raise FloatingPointError(f"{place}{why}; S is {loss_scale}.")
 
 
-def _rule_state(state: _states.LossScalingState) -> object:
-  """Returns the state of the rule itself."""
+def _failure(state: _states.LossScalingState) -> object:
+  """Returns the failure in the rule's state; None if no run ever ends."""
   rule_state = state.loss_scale_state
   # A wrapping rule's state, such as WarmStart's, holds the inner rule's state.
   while hasattr(rule_state, "rule_state"):
     rule_state = rule_state.rule_state
-  return rule_state
-
-
-def _may_end(state: _states.LossScalingState) -> bool:
-  """Returns whether the rule, or its system, may end a run."""
-  return getattr(_rule_state(state), "failure", None) is not None
+  return getattr(rule_state, "failure", None)
 
 
 def _end_of_system(
   state: _states.LossScalingState,
 ) -> tuple[_Place, str] | None:
   """Returns the run (if vmapped) that the rule has given up, and the reason."""
-  failure = getattr(_rule_state(state), "failure", None)
+  failure = _failure(state)
   failure = np.asarray(0 if failure is None else failure)
   first = _largest(failure != 0)
   return (first, _CONDITIONS[failure[first]]) if failure[first] else None

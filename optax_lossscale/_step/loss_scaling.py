@@ -14,7 +14,6 @@ from optax_lossscale._base import leaves
 from optax_lossscale._base import other_systems
 from optax_lossscale._base import promises
 from optax_lossscale._base import siblings
-from optax_lossscale._base import trees
 from optax_lossscale._rules import base
 from optax_lossscale._rules import fixed
 from optax_lossscale._step import checks
@@ -258,7 +257,7 @@ def _update_inner(
     updates = requirements.narrow_updates(
       updates, gradients, params, to_sums=states.has_copies(inner_state)
     )
-    trees.check_kept("inner", new_state, inner_state)
+    leaves.check_kept("inner", new_state, inner_state)
   return updates, new_state
 
 
@@ -291,7 +290,7 @@ def _update_unscaled(
       gradients, state.inner_state, inner_params, **extra_args
     )
     if skip is not False:
-      trees.check_kept("inner", inner_state, state.inner_state)
+      leaves.check_kept("inner", inner_state, state.inner_state)
     return new_updates, inner_state
 
   skipped = None
@@ -328,7 +327,7 @@ def move(
   If `unseen` is True, the rule keeps its state, and nothing is stalled.
   """
   moved = rule.update(state, overflow, amax=amax)
-  trees.check_kept("rule", moved, state)
+  leaves.check_kept("rule", moved, state)
   # S is float32, but a rule may compute it in another dtype.
   loss_scale = jnp.asarray(moved.loss_scale, jnp.float32)
   # An S of a user's rule that is 0, subnormal, inf or NaN would silently stop

@@ -1,8 +1,4 @@
-"""Records the origin of gradients, which `update` and `unscale` then check.
-
-A table records the S of each array while the array exists. A jitted function
-returns new arrays, whose origin is unknown, so they cause no warning.
-"""
+"""Records the origin of gradients, which `update` and `unscale` then check."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +14,11 @@ from optax_lossscale._rules import base
 from optax_lossscale._rules import fixed
 from optax_lossscale._step import reasons
 
-# Maps an array's id to a kind and S. Gradients are "scaled" by S, "dropping"
-# (if micro-batches may be left out) or "unscaled". The scale after S is "next",
-# and a loss that was scaled is a "loss".
+# Maps an array's id to a kind and S, while the array exists. A jitted function
+# returns new arrays, whose origin is unknown, so they cause no warning.
+# Gradients are "scaled" by S, "dropping" (if micro-batches may be left out) or
+# "unscaled". The scale after S is "next", and a loss that was scaled is a
+# "loss".
 _ORIGINS: dict[int, tuple[str, Callable[[], SupportsFloat | None]]] = {}
 
 

@@ -16,22 +16,12 @@ import optax
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import switches
-from optax_lossscale._base import trees
 from optax_lossscale._base import wiring
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._rules import base
 from optax_lossscale._rules import fixed
 from optax_lossscale._step import checks
 from optax_lossscale._step import states
-
-_SET_STATE = (
-  "to change the rule in mid-run, set its state: "
-  "optax.tree.set(opt_state, loss_scale_state=rule.init())"
-)
-_SWITCH_OFF = (
-  "take checkpoints.with_loss_scaling("
-  "checkpoints.without_loss_scaling(opt_state), tx.init(params))"
-)
 
 
 def as_optimizer(
@@ -191,35 +181,54 @@ def check_state(state: object, rule: base.LossScale | None) -> None:
   init = fixed.NoLossScaleState if rule is None else rule.init
   expected = jax.eval_shape(lambda: leaves.as_arrays(init()))
   got = state.loss_scale_state
+  if found := _mismatch(got, expected):
+    raise ValueError(
+      f"`state` must hold the state of this `rule`, got {found}; "
+      f"{_remedy(got, expected, rule)}."
+    )
+
+
+def _mismatch(got: object, expected: object) -> str | None:
+  """Returns how a rule's state differs from the expected one, if it does."""
   structures: list[object] = [jax.tree.structure(x) for x in (got, expected)]
   fields = [_fields(x) for x in (got, expected)]
   # The names of all fields or, if the structures match, of those that differ.
   listed: list[list[str]] = [list(own) for own in fields]
   if structures[0] == structures[1]:
-    if fields[0] == fields[1]:
-      return
     same = fields[0].items() & fields[1].items()
     listed = [
       [" ".join(x) for x in own.items() if x not in same] for own in fields
     ]
-  in_words = [
+    if not any(listed):
+      return None
+  in_words = (
     f"{type(x).__name__}({', '.join(own)})"
     for x, own in zip((got, expected), listed, strict=True)
-  ]
-  remedy = _SWITCH_OFF if rule is None else _SET_STATE
+  )
+  return " where the rule has ".join(in_words)
+
+
+def _remedy(got: object, expected: object, rule: base.LossScale | None) -> str:
+  """Returns the remedy for the state of another rule than this one."""
+  if hasattr(getattr(got, "loss_scale", None), "__jax_array__"):
+    return states.AS_PURE
   if isinstance(got, dict):
-    remedy = states.RESTORE
-  if hasattr(expected, "_replace") and remedy == _SET_STATE and fields[0]:
+    return states.RESTORE
+  if rule is None:
+    return (
+      "take checkpoints.with_loss_scaling("
+      "checkpoints.without_loss_scaling(opt_state), tx.init(params))"
+    )
+  remedy = (
+    "to change the rule in mid-run, set its state: "
+    "optax.tree.set(opt_state, loss_scale_state=rule.init())"
+  )
+  if hasattr(expected, "_replace") and jax.tree.leaves(got):
     remedy += (
       ", or rule.init()._replace(loss_scale=get_loss_scale(opt_state)) to "
       "keep S"
     )
-  if hasattr(getattr(got, "loss_scale", None), "__jax_array__"):
-    remedy = states.AS_PURE
-  raise ValueError(
-    f"`state` must hold the state of this `rule`, got {in_words[0]} where the "
-    f"rule has {in_words[1]}; {remedy}."
-  )
+  return remedy
 
 
 def _fields(rule_state: object) -> dict[str, str]:
@@ -320,18 +329,18 @@ def check_call(
 
 def check_gradients(gradients: object, params: object) -> None:
   """Raises if gradients would be broadcast to the shapes of parameters."""
-  found = params is not None and trees.mismatched_shape(
-    params, gradients, trees.is_for_each_example
-  )
-  if found:
+  if params is None:
+    return
+  fits = leaves.is_for_each_example
+  if found := leaves.mismatched_shape(params, gradients, fits):
     raise ValueError(
       f"`updates` must have the shapes of the parameters, got {found}."
     )
 
 
 def narrow_updates(
-  updates: trees.Tree, gradients: object, params: object, *, to_sums: bool
-) -> trees.Tree:
+  updates: leaves.Tree, gradients: object, params: object, *, to_sums: bool
+) -> leaves.Tree:
   """Returns an optimizer's updates in the dtypes of the parameters."""
   updates = leaves.as_arrays(updates)
   if params is None:
@@ -339,16 +348,15 @@ def narrow_updates(
   try:
     narrow = leaves.narrow_like(updates, params, to_sums=to_sums)
   except ValueError as error:
-    found = trees.difference(params, gradients)
+    found = leaves.difference(params, gradients)
     if found is None:
       raise
     raise ValueError(
       f"`updates` must be gradients that fit the parameters, got {found}."
     ) from error
-  # An optimizer may return per-example gradients, whose shapes may differ.
-  of_examples = trees.mismatched_shape(params, gradients) is not None
-  found = None if of_examples else trees.mismatched_shape(params, narrow)
-  if found:
+  # Per-example gradients, which an optimizer may return, have other shapes.
+  of_params = leaves.mismatched_shape(params, gradients) is None
+  if of_params and (found := leaves.mismatched_shape(params, narrow)):
     raise ValueError(
       "the updates of `inner` must have the shapes of the parameters, got "
       f"{found}."
@@ -369,7 +377,7 @@ def explained(
   except (AttributeError, TypeError, ValueError) as error:
     # Not before, since gradients need not have the structure of the parameters:
     # with `optax.lookahead` they do not.
-    fits = trees.is_for_each_example
+    fits = leaves.is_for_each_example
     # A state that depends on the parameters' dtypes cannot be compared with
     # gradients. Of a state like lookahead's they fit a part of the parameters.
     parts = jax.tree.leaves(params, is_leaf=lambda x: x is not params)
@@ -379,15 +387,15 @@ def explained(
     found = None
     if not is_narrow:
       of_gradients = _init_shapes(inner, gradients, inner_state)
-      found = trees.difference(inner_state, of_gradients, fits)
+      found = leaves.difference(inner_state, of_gradients, fits)
     rule = "`updates` must be gradients that fit the state"
     if params is not None:
       of_params = _init_shapes(inner, params, inner_state)
       # Gradients that fit the state need not have the parameters' structure.
       if found or (is_narrow and not is_of_part):
-        found = trees.difference(params, gradients, fits)
+        found = leaves.difference(params, gradients, fits)
       rule = "`updates` must be gradients that fit the parameters"
-      if other := trees.difference(of_params, inner_state):
+      if other := leaves.difference(of_params, inner_state):
         rule = "`state` must be that of this optimizer for these parameters"
         found = other
     if found is None:

@@ -11,7 +11,7 @@ import optax
 
 from optax_lossscale._base import leaves
 from optax_lossscale._base import siblings
-from optax_lossscale._base import trees
+from optax_lossscale._base.leaves import Tree
 from optax_lossscale._base.siblings import FlagOf
 from optax_lossscale._jaxpr import at_definition
 from optax_lossscale._jaxpr import interpreter
@@ -45,7 +45,7 @@ def update_unless(
   return _zero_updates(flag_of, leaves.as_arrays(updates)), state
 
 
-def select(skipped: jax.Array, old: trees.Tree, new: trees.Tree) -> trees.Tree:
+def select(skipped: jax.Array, old: Tree, new: Tree) -> Tree:
   """Returns `old` if the step is skipped, else `new` in the dtypes of `old`."""
   (skipped,) = siblings.shared(jnp.asarray(skipped))  # It may be NNX's.
   choose = functools.partial(_choose, siblings.flags_by_size(skipped))
@@ -76,7 +76,7 @@ def _choose(flag_of: FlagOf, old: jax.Array, new: ArrayLike) -> jax.Array:
   return jax.lax.select(flag_of(old), old, jnp.asarray(new, old.dtype))
 
 
-def _zero_updates(flag_of: FlagOf, updates: trees.Tree) -> trees.Tree:
+def _zero_updates(flag_of: FlagOf, updates: Tree) -> Tree:
   """Returns the updates, all replaced by -0.0 if the step is skipped."""
 
   def choose(update: object) -> object:

@@ -19,7 +19,6 @@ from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
 from optax_lossscale._base import promises
-from optax_lossscale._base import trees
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._rules import fixed
 from optax_lossscale._step import findings
@@ -385,7 +384,7 @@ def find_state(opt_state: object, path: str | None = None) -> LossScalingState:
   raise ValueError(
     f"`opt_state` must hold one loss scale at `path`, got {got}; choose one by "
     "its path: path= one of "
-    f"{trees.listed(leaves.path_names(states).values())}."
+    f"{leaves.listed(leaves.path_names(states).values())}."
   )
 
 
@@ -492,7 +491,9 @@ def state_in_use(
   return state
 
 
-def replace_scale(rule_state: trees.Tree, loss_scale: ArrayLike) -> trees.Tree:
+def replace_scale(
+  rule_state: leaves.Tree, loss_scale: ArrayLike
+) -> leaves.Tree:
   """Returns a rule's state with S replaced, in whichever leaf holds it.
 
   It finds that leaf through the attribute `loss_scale`, since a rule that wraps

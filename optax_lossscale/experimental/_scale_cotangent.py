@@ -10,11 +10,10 @@ import numpy as np
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._base import leaves
-from optax_lossscale._base import trees
 from optax_lossscale._step import averages
 
 
-def scale_cotangent(x: trees.Tree, scale: ArrayLike) -> trees.Tree:
+def scale_cotangent(x: leaves.Tree, scale: ArrayLike) -> leaves.Tree:
   """Returns `x`, and multiplies its cotangent by `scale` in the backward pass.
 
   No single S fits a model if the gradients of its layers span more than the

@@ -13,7 +13,6 @@ import numpy as np
 from optax_lossscale._base import arguments as _arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import switches
-from optax_lossscale._base import trees
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._rules import base
 from optax_lossscale._rules import fixed
@@ -167,7 +166,7 @@ def _write(rule: base.LossScale, state: Any) -> dict[str, Any]:
       "LossScalingState; pass its `loss_scale_state`."
     )
   _refuse_traced("state", jax.tree.leaves(state), "to_state_dict")
-  trees.check_structure(
+  leaves.check_structure(
     "`state` must be the state of `rule`: of an optimizer's state the "
     "`loss_scale_state`",
     state,

@@ -14,7 +14,6 @@ import optax
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import switches
-from optax_lossscale._base import trees
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._step import requirements
 from optax_lossscale._step import states
@@ -235,6 +234,6 @@ def _find_record(opt_state: object, path: str | None) -> shared.RecordState:
   if len(chosen) != 1:
     raise ValueError(
       f"`path` must be the path of one record, got {shown(path)}; there are "
-      f"records at {trees.listed(leaves.path_names(records).values())}."
+      f"records at {leaves.listed(leaves.path_names(records).values())}."
     )
   return chosen[0]
