@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from optax_lossscale._jaxpr import scopes
-from optax_lossscale._jaxpr import source_lines
+from optax_lossscale.instruments import source_lines
 
 _HEAD = re.compile(r"(ENTRY )?%?([\w.-]+) .*\{$")
 _INSTRUCTION = re.compile(

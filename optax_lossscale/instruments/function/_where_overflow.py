@@ -22,13 +22,13 @@ from optax_lossscale._base import switches
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import scopes
-from optax_lossscale._jaxpr import source_lines
 from optax_lossscale._jaxpr import throughout
 from optax_lossscale._jaxpr.interpreter import Array
 from optax_lossscale._step import checks
 from optax_lossscale._step import states
 from optax_lossscale.hardware import operation_overflow
 from optax_lossscale.instruments import shared
+from optax_lossscale.instruments import source_lines
 
 # JAX writes this around the scope of an operation of the backward pass.
 _TRANSPOSE = "transpose("

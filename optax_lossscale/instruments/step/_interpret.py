@@ -32,6 +32,7 @@ from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._step import states
 from optax_lossscale.instruments.step import _degrees
 from optax_lossscale.instruments.step import _finiteness
+from optax_lossscale.instruments.step import _promised
 from optax_lossscale.instruments.step import _values
 from optax_lossscale.instruments.step._degrees import ANY
 from optax_lossscale.instruments.step._degrees import aval
@@ -81,7 +82,7 @@ class Event(NamedTuple):
   """A promised call that was reached, with the values that it was given."""
 
   kind: str
-  call: promises.Promised
+  call: _promised.Promised
   values: Values
   place: Place
 
@@ -101,7 +102,7 @@ class Event(NamedTuple):
     return [
       (names[path], self.values[x])
       for path, x in found
-      if isinstance(x, promises.Position)
+      if isinstance(x, _promised.Position)
     ]
 
 
@@ -114,7 +115,7 @@ class Interpreter:
 
   def __init__(
     self,
-    named: Sequence[promises.Promised],
+    named: Sequence[_promised.Promised],
     overflowing: frozenset[leaves.Path | Place] = frozenset(),
   ) -> None:
     self._named = named
@@ -793,7 +794,7 @@ def position_of_scale(rule_state: object) -> int:
   return int(jax.tree.leaves(rule_state)[marked.index(-1)])
 
 
-def _updates(jaxpr: core.Jaxpr, named: Sequence[promises.Promised]) -> bool:
+def _updates(jaxpr: core.Jaxpr, named: Sequence[_promised.Promised]) -> bool:
   """Returns whether `update` of loss_scaling runs in a jaxpr."""
   numbers = map(promises.number_of, jaxpr.eqns)
   return any(x is not None and named[x].kind == "move" for x in numbers) or any(

@@ -16,19 +16,19 @@ from jax.extend import core
 import numpy as np
 
 from optax_lossscale._base import leaves
-from optax_lossscale._base import promises
 from optax_lossscale._base.leaves import Path
-from optax_lossscale._base.promises import Position
 from optax_lossscale._jaxpr import interpreter
-from optax_lossscale._jaxpr import source_lines
 from optax_lossscale._rules import fixed
 from optax_lossscale._step import reasons
 from optax_lossscale._step import states
 from optax_lossscale.instruments import shared
+from optax_lossscale.instruments import source_lines
 from optax_lossscale.instruments.step import _degrees
 from optax_lossscale.instruments.step import _interpret
 from optax_lossscale.instruments.step import _next_values
+from optax_lossscale.instruments.step import _promised
 from optax_lossscale.instruments.step import _verdicts
+from optax_lossscale.instruments.step._promised import Position
 from optax_lossscale.instruments.step._values import Fact
 from optax_lossscale.instruments.step._values import Identity
 from optax_lossscale.instruments.step._values import Scale
@@ -50,7 +50,7 @@ class Traced(NamedTuple):
   inputs: Mapping[str, object]
   outputs: object
   shapes: object
-  trace: promises.Trace
+  trace: _promised.Trace
 
 
 class Proof(NamedTuple):
@@ -83,7 +83,7 @@ def trace(
     places[:] = [_positions(returned, _has_value)]
     return [x for x in jax.tree.leaves(returned) if _has_value(x)]
 
-  with promises.proving() as found:
+  with _promised.proving() as found:
     jaxpr = interpreter.record(
       arrays_of, (dict(named),), {}, may_change=True
     ).jaxpr

@@ -14,7 +14,6 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale._autocast import _products
 from optax_lossscale._base import leaves
-from optax_lossscale._base import promises
 from optax_lossscale._base import siblings
 from optax_lossscale._step import backward
 from optax_lossscale._step import findings
@@ -22,6 +21,7 @@ from optax_lossscale._step import loss_scaling
 from optax_lossscale._step import states
 from optax_lossscale.hardware import _emulate_saturation
 from optax_lossscale.instruments.step import _interpret
+from optax_lossscale.instruments.step import _promised
 from optax_lossscale.instruments.step import _values
 from tests import documents
 from tests import support
@@ -195,7 +195,7 @@ def test_a_trace_is_the_same_before_during_and_after_a_proof(is_warm):
   function = jax.jit(make_step())
   if is_warm:
     jax.block_until_ready(function(*args))
-  with promises.proving():
+  with _promised.proving():
     assert "_promised_" in text(function, args)
     assert in_thread(lambda: text(function, args)) == plain
     assert "_promised_" in text(function, args)
@@ -258,7 +258,7 @@ ASSUMED = {
 def test_what_a_proof_reads_in_place_of_a_function_does_the_same(name):
   for function, *args in ASSUMED[name]:
     real = function(*args)
-    with promises.proving() as trace:
+    with _promised.proving() as trace:
       assumed = function(*args)
     assert name in trace.trusted
     jax.tree.map(np.testing.assert_array_equal, real, assumed)
@@ -290,12 +290,12 @@ def test_the_page_lists_every_promise_and_no_other():
   assert sorted(rows) == sorted((kind, name) for kind, name, _ in promised())
 
 
-def test_only_the_module_of_promises_and_the_instruments_speak_of_proofs():
+def test_only_the_instruments_speak_of_proofs():
   folder = pathlib.Path(ols.__file__).parent
   wrong = [
     str(path)
     for path in folder.rglob("*.py")
-    if "instruments" not in path.parts and path.stem != "promises"
+    if "instruments" not in path.parts
     if re.search(r"\bproofs?\b", path.read_text(), re.IGNORECASE)
   ]
   assert not wrong
