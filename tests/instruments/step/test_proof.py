@@ -1,6 +1,7 @@
 """The proof of a step is sound: what it says of values is true of numbers."""
 
 import ast
+import functools
 import pathlib
 import re
 import threading
@@ -14,6 +15,7 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale._autocast import _products
 from optax_lossscale._base import leaves
+from optax_lossscale._base import promises
 from optax_lossscale._base import siblings
 from optax_lossscale._step import backward
 from optax_lossscale._step import findings
@@ -326,21 +328,28 @@ def find_always(**changes):
 
 
 def keep_the_rules_state(move):
-  return lambda rule, state, *args: (state, move(rule, state, *args)[1])
+  def wrong(rule, state, *args, **options):
+    return state, move(rule, state, *args, **options)[1]
+
+  return wrong
 
 
-# The module, its function, what breaks it, and the law that is broken.
+# The module, its promise, what breaks it, and the law that is broken.
 BROKEN = {
-  "amax": (findings, "_examine", find_always(amax=1), "scale"),
-  "overflow": (findings, "_examine", find_always(overflow=False), "skip"),
-  "move": (loss_scaling, "_move", keep_the_rules_state, "skip"),
+  "amax": (findings, "examine", find_always(amax=1), "scale"),
+  "overflow": (findings, "examine", find_always(overflow=False), "skip"),
+  "move": (loss_scaling, "move", keep_the_rules_state, "skip"),
 }
+STATIC = {"examine": ("check", "in_order"), "move": ("rule",)}
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_assumed_but_not_true_is_seen_by_runs(name, monkeypatch):
-  owner, attribute, breaks, law = BROKEN[name]
-  monkeypatch.setattr(owner, attribute, breaks(getattr(owner, attribute)))
+  owner, kind, breaks, law = BROKEN[name]
+  right = getattr(owner, kind).__wrapped__
+  wrong = functools.wraps(right)(breaks(right))
+  promise = promises.promise(kind, static=STATIC[kind])
+  monkeypatch.setattr(owner, kind, promise(wrong))
   alone = proved(*step_of())
   assert {x.verdict for x in alone.laws[:-1]} == {"proved"}, alone
   report = check(*step_of())
