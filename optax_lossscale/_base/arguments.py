@@ -17,6 +17,7 @@ import re
 from typing import Any
 from typing import NamedTuple
 from typing import overload
+from typing import ParamSpec
 from typing import TypeVar
 
 import jax
@@ -34,8 +35,26 @@ LARGEST_SCALE = float(np.finfo(np.float32).max)
 # Counters are int32 and stop at this value instead of wrapping around.
 LARGEST_COUNT = 2**31 - 1
 
+# Arguments of other systems, with what there is here instead.
+_OF_OTHERS = {
+  "enabled": "loss_scaling(inner, None) switches loss scaling off, and the "
+  "level O0 switches autocast off",
+  "fin_steps": "the count is in the state",
+  "backoff": "the argument is `backoff_factor`",
+  "period": "the argument is `growth_interval`",
+  "factor": "the arguments are `growth_factor` and `backoff_factor`",
+  "scale_factor": "the arguments are `growth_factor` and `backoff_factor`",
+  "scale_window": "the argument is `growth_interval`",
+  "device": "a rule has no device",
+  "loss_scale": "the argument is `rule`",
+  "compute_dtype": "the argument is `dtype`",
+}
+
 # The type of an argument that a function may return unchanged.
 Value = TypeVar("Value")
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @overload
@@ -177,6 +196,31 @@ def check_known(
     )
 
 
+def check_arguments(
+  rule: str, names: Iterable[str], given: Iterable[str]
+) -> None:
+  """Raises for an argument that is unknown here, but not to another system."""
+  for name in given:
+    if name not in names and name in _OF_OTHERS:
+      raise TypeError(
+        f"`{rule}` takes the arguments {', '.join(names)}, got {name!r}; "
+        f"{_OF_OTHERS[name]}."
+      )
+  check_known(rule, names, given)
+
+
+def explained(function: Callable[_P, _R]) -> Callable[_P, _R]:
+  """Returns a function that explains arguments that it does not have."""
+  names = list(inspect.signature(function).parameters)
+
+  @functools.wraps(function)
+  def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    check_arguments(function.__name__, names, kwargs)
+    return function(*args, **kwargs)
+
+  return call
+
+
 def check_enabled(name: str, dtype: DTypeLike | None) -> None:
   """Raises if `dtype` is float64 while JAX has float64 disabled."""
   if dtype == np.float64 and not jax.config.jax_enable_x64:
@@ -258,30 +302,6 @@ def check_first_scale(name: str, value: object, interval: str = "") -> float:
     wiring.warn(
       f"`{name}` should be a power of two, so that scaling rounds nothing, got "
       f"{shown(value)}: {remedy}."
-    )
-  return number
-
-
-def check_growth_factor(name: str, value: object) -> float:
-  """Returns `value` as a float, which must be above 1."""
-  number = check_number(name, value)
-  # Compare in float32, the dtype of S: 1 + 1e-9 is rounded to 1, and S would
-  # never move.
-  if np.float32(number) <= 1:
-    raise ValueError(
-      f"`{name}` must be above 1 (in float32), got {shown(value)}; for an S "
-      "that never moves use FixedLossScale."
-    )
-  return number
-
-
-def check_backoff_factor(name: str, value: object) -> float:
-  """Returns `value` as a float, which must be between 0 and 1."""
-  number = check_number(name, value)
-  if not (is_usable_scale(number) and np.float32(number) < 1):
-    raise ValueError(
-      f"`{name}` must be between 0 and 1, both excluded (and a normal float32, "
-      f"at least 2**-126), got {shown(value)}."
     )
   return number
 
@@ -379,19 +399,6 @@ def check_fields(owner: object, **checks: Callable[[str, Any], object]) -> None:
   """Replaces fields of a frozen dataclass with the results of their checks."""
   for name, check in checks.items():
     object.__setattr__(owner, name, check(name, getattr(owner, name)))
-
-
-def check_bounds(rule: object, *fields: str, interval: str = "") -> None:
-  """Converts a rule's scales to floats; raises unless they are in order."""
-  check_first = functools.partial(check_first_scale, interval=interval)
-  checks = dict.fromkeys(fields, check_scale) | {"init_scale": check_first}
-  check_fields(rule, **{name: checks[name] for name in fields})
-  scales = [getattr(rule, name) for name in fields]
-  # Compare in float32, the dtype of S.
-  if sorted(map(np.float32, scales)) != [np.float32(x) for x in scales]:
-    names = [f"`{name}`" for name in fields]
-    got = ", ".join(map("{}={!r}".format, names, scales))
-    raise ValueError(f"{' <= '.join(names)} must hold, got {got}.")
 
 
 class Places(NamedTuple):

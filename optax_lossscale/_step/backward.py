@@ -15,7 +15,6 @@ import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
-from optax_lossscale._base import other_systems
 from optax_lossscale._base import promises
 from optax_lossscale._jaxpr import in_place
 from optax_lossscale._step import provenance
@@ -161,7 +160,7 @@ class ScaledValueAndGrad:
     return loss_scale, places, given, like, (), pure, lambda variables: None
 
 
-@other_systems.explained
+@arguments.explained
 def scaled_value_and_grad(
   fun: Callable[..., Any],
   opt_state: optax.OptState,

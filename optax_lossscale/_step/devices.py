@@ -68,14 +68,12 @@ def check_agreed(
   *,
   is_told: bool,
 ) -> Known:
-  """Returns the axes along which devices decide alike about a step.
-
-  None means all, if the caller says so (`is_told`) by naming no axis. It raises
-  if `flags` vary along an axis along which `own`, a part of the state, does
-  not, and warns where JAX does not track what varies.
-  """
-  found = {name for flag in flags for name in axes_beyond(flag, own)}
-  if missing := sorted(found, key=str):
+  """Returns the axes along which devices decide alike about a step."""
+  # None means all, if the caller says so (`is_told`) by naming no axis. It
+  # raises if `flags` vary along an axis along which `own`, a part of the state,
+  # does not, and warns where JAX does not track what varies.
+  varying = frozenset().union(*map(varying_axes, flags))
+  if missing := sorted(varying - varying_axes(own), key=str):
     raise ValueError(
       "devices that share a loss scale must skip together, got a "
       f"flag that varies along {listed(missing)} for a state that does not; "
@@ -95,18 +93,15 @@ def check_agreed(
       "gradients are the same on all devices already, or if each device has a "
       "model of its own."
     )
-  varying = frozenset().union(*map(varying_axes, flags))
   # A flag that JAX tracks and that does not vary is the same on all devices.
   same = [name for name in tracked if name not in varying]
   return [*names, *same] if names else [*untracked, *same]
 
 
 def _manual_axes() -> tuple[list[Hashable], list[Hashable]]:
-  """Returns the mapped axes that JAX tracks, and those that it does not.
-
-  Axes that pmap named itself do not count: devices cannot agree over these.
-  """
+  """Returns the mapped axes that JAX tracks, and those that it does not."""
   manual = sorted(jax.sharding.get_abstract_mesh().manual_axes, key=str)
+  # Devices cannot agree over the axes that pmap named itself.
   names = [name for name in manual if not str(name).startswith("_")]
   if not names:
     return [], []
@@ -198,8 +193,7 @@ def refuse_split(
   overflow: jax.Array, together: Sequence[jax.Array], names: Sequence[Hashable]
 ) -> None:
   """Raises if devices that share gradients could disagree on a micro-batch."""
-  missing = axes_beyond(overflow, *together)
-  if missing:
+  if missing := axes_beyond(overflow, *together):
     axes = listed([*names, *missing])
     raise ValueError(
       "devices that share a loss or gradients must decide about a micro-batch "
