@@ -113,10 +113,8 @@ def check_first_state(rule: base.LossScale) -> None:
 
 def check_inner_state(inner_state: object) -> None:
   """Raises if the optimizer's state already holds a loss scale."""
-  paths = states.find_states(inner_state)
-  if paths:
-    inside = leaves.path_name(next(iter(paths)))
-    place = "/".join(filter(None, ["inner_state", inside]))
+  if paths := states.find_states({"inner_state": inner_state}):
+    place = leaves.path_name(next(iter(paths)))
     raise ValueError(
       f"`inner` must not contain loss_scaling, got it at {place}: gradients "
       "would be unscaled twice. Wrap the optimizer once, outermost."
@@ -151,8 +149,8 @@ def check_masters(params: object, inner_state: object) -> None:
   # A mask whose state holds no arrays may freeze any parameter.
   may_freeze = any(not jax.tree.leaves(x) for x in masks)
   # Look for a field of this name: other optimizers have master weights too.
-  names = {str(getattr(key, "name", "")) for path in paths for key in path}
-  keeps = states.keeps_narrow(inner_state) or any("master" in x for x in names)
+  keys = [str(getattr(key, "name", "")) for path in paths for key in path]
+  keeps = states.keeps_narrow(inner_state) or any("master" in x for x in keys)
   if narrow and not may_freeze and not keeps:
     wiring.warn(
       "parameters in float16 should have master weights, got float16"
