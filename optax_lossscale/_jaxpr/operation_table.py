@@ -13,36 +13,13 @@ import numpy as np
 
 from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
+from optax_lossscale._jaxpr import collectives
 
 
 def names(text: str) -> frozenset[str]:
   """Returns the words of a text as a set."""
   return frozenset(text.split())
 
-
-# These operations move, choose or limit values, so the results never exceed the
-# inputs in magnitude. A bitcast is listed too: its result is never an overflow.
-MOVES = names("""
-  all_gather all_gather_invariant all_gather_reduced all_to_all approx_top_k
-  bitcast_convert_type broadcast_in_dim concatenate copy device_put
-  dynamic_slice dynamic_update_slice freeze gather get name
-  optimization_barrier pad pbroadcast ppermute pvary ragged_all_to_all reshape
-  reshard rev scatter select_and_gather_add sharding_constraint slice sort split
-  squeeze stack swap tile top_k transpose unstack
-  clamp cummax cummin max min pmax pmin reduce_max reduce_min reduce_window_max
-  reduce_window_min scatter-max scatter-min select_n
-  abs conj imag neg real sign stop_gradient
-""")
-
-# Each element of the result depends on the same element of each input.
-ELEMENTWISE = names("""
-  abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e
-  cbrt ceil complex convert_element_type cos cosh digamma div erf erf_inv erfc
-  exp exp2 expm1 floor igamma igamma_grad_a igammac integer_pow lgamma log log1p
-  log2 logistic mul nextafter one_minus_square polygamma pow reduce_precision
-  regularized_incomplete_beta rem round rsqrt sin sinh sqrt square sub tan tanh
-  zeta
-""")
 
 # Comparisons of two elements.
 COMPARISONS = names("eq eq_to ge gt le le_to lt lt_to ne")
@@ -54,24 +31,17 @@ JOINS = names("""
 """)
 
 # Moves that rearrange elements without repeating or dropping any.
-REARRANGES = names("""
-  copy reshape rev squeeze stop_gradient transpose
-""")
+REARRANGES = names("copy reshape rev squeeze stop_gradient transpose")
 
-# Each element of the result depends on all inputs along some axes.
-REDUCTIONS = names("reduce_prod reduce_sum")
-
-# Each element of the result depends on the input up to its position on an axis.
-CUMULATIVE = names("cumlogsumexp cumprod cumsum")
-
-# The result depends on the inputs of several devices.
-DEVICE_SUMS = names("psum psum_invariant reduce_scatter")
-
-# Operations whose result on one device depends on the values of others.
-BETWEEN_DEVICES = DEVICE_SUMS | names("""
-  all_gather all_gather_invariant all_gather_reduced all_to_all pmax pmin
-  ppermute ragged_all_to_all
-""")
+# These operations move, choose or limit values, so the results never exceed the
+# inputs in magnitude. A bitcast is listed too: its result is never an overflow.
+MOVES = names("""
+  approx_top_k bitcast_convert_type broadcast_in_dim device_put dynamic_slice
+  freeze gather get name optimization_barrier pbroadcast pvary reshard
+  sharding_constraint slice sort split swap tile top_k unstack
+  cummax cummin reduce_max reduce_min reduce_window_max reduce_window_min
+  abs conj imag neg real sign
+""").union(collectives.EXCHANGES, JOINS, REARRANGES)
 
 # A finite result of these fits in any dtype that holds the input. A non-finite
 # result means that the operation is undefined: log 0, rsqrt 0, sqrt(-1).
@@ -80,6 +50,19 @@ BOUNDED = names("""
   erf_inv erfc igamma igammac log log1p log2 logistic
   regularized_incomplete_beta rem rsqrt sin sqrt tanh
 """)
+
+# Each element of the result depends on the same element of each input.
+ELEMENTWISE = BOUNDED | names("""
+  abs add add_any ceil complex convert_element_type cosh digamma div exp exp2
+  expm1 floor igamma_grad_a integer_pow lgamma mul nextafter one_minus_square
+  polygamma pow reduce_precision round sinh square sub tan zeta
+""")
+
+# Each element of the result depends on all inputs along some axes.
+REDUCTIONS = names("reduce_prod reduce_sum")
+
+# Each element of the result depends on the input up to its position on an axis.
+CUMULATIVE = names("cumlogsumexp cumprod cumsum")
 
 # Functions bounded for real inputs, which grow along the imaginary axis.
 _REAL_BOUNDED = names("cos logistic sin tanh")

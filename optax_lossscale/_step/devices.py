@@ -20,8 +20,7 @@ from optax_lossscale._base import wiring
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._base.bits import varying_axes
 from optax_lossscale._base.leaves import Tree
-from optax_lossscale._jaxpr import calls
-from optax_lossscale._jaxpr import operation_table
+from optax_lossscale._jaxpr import collectives
 
 # A mapped axis, or several in a tuple or list.
 AxisNames = Hashable | Sequence[Hashable]
@@ -129,20 +128,9 @@ def agreeing_on(known: Known) -> Iterator[None]:
 def check_recorded(jaxpr: core.Jaxpr, known: Known) -> None:
   """Warns if a recorded optimizer combines devices that may not agree."""
   if known is not None:
-    check_combined(list(dict.fromkeys(_combined_axes(jaxpr))), known)
-
-
-def _combined_axes(jaxpr: core.Jaxpr) -> Iterator[Hashable]:
-  """Yields the axes around a jaxpr along which it combines values."""
-  for equation in calls.close(jaxpr).jaxpr.eqns:
-    if equation.primitive.name in operation_table.BETWEEN_DEVICES:
-      parameters = equation.params
-      axes = parameters.get("axes", parameters.get("axis_name"))
-      axes = axes if isinstance(axes, (tuple, list)) else (axes,)
-      # A shard_map in the optimizer has axes of its own.
-      yield from filter(_is_mapped, axes)
-    for body in calls.bodies(equation):
-      yield from _combined_axes(body.jaxpr)
+    # A shard_map in the optimizer has axes of its own.
+    around = filter(_is_mapped, dict.fromkeys(collectives.axes(jaxpr)))
+    check_combined(list(around), known)
 
 
 def _is_mapped(name: Hashable) -> bool:
