@@ -1,4 +1,4 @@
-"""Checks of user arguments. Each error names the argument and the remedy."""
+"""Checks of arguments. Errors and warnings name the argument and the remedy."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -14,19 +14,19 @@ import operator
 import os
 import pathlib
 import re
+import sys
 from typing import Any
 from typing import NamedTuple
 from typing import overload
 from typing import ParamSpec
 from typing import TypeVar
+import warnings
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jax.typing import DTypeLike
 import numpy as np
-
-from optax_lossscale._base import wiring
 
 # S is a normal float32 number, since a backend may flush subnormals to zero.
 SMALLEST_SCALE = 2.0**-126
@@ -50,11 +50,48 @@ _OF_OTHERS = {
   "compute_dtype": "the argument is `dtype`",
 }
 
+# Libraries whose frames are not the user's code.
+_LIBRARIES = {
+  *("contextlib", "dataclasses", "flax", "functools", "jax", "optax"),
+  __name__.partition(".")[0],
+}
+
 # The type of an argument that a function may return unchanged.
 Value = TypeVar("Value")
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+class WiringWarning(UserWarning):
+  """Loss scaling is set up so that a run would go wrong without an error.
+
+  Constructors, `init`, and traced or eager steps emit it; a compiled step never
+  does. It points to a mistake or, rarely, to something intended. To silence
+  it::
+
+    warnings.filterwarnings("ignore", category=ols.WiringWarning)
+
+  Examples:
+    >>> import warnings
+    >>> import optax_lossscale as ols
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...   warnings.simplefilter("always")
+    ...   rule = ols.FixedLossScale(1000.0)
+    >>> print(caught[0].message)
+    `scale` should be a power of two, so that scaling rounds nothing, got \
+1000.0: take 1024.0.
+  """
+
+
+def warn(message: str) -> None:
+  """Warns at the user's line: the first frame outside the libraries."""
+  level, frame = 1, sys._getframe()
+  while frame.f_back is not None and (
+    frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES
+  ):
+    level, frame = level + 1, frame.f_back
+  warnings.warn(message, WiringWarning, stacklevel=level)
 
 
 @overload
@@ -185,28 +222,23 @@ def did_you_mean(
 
 
 def check_known(
-  function: str, names: Iterable[str], given: Iterable[str]
+  function: str,
+  names: Iterable[str],
+  given: Iterable[str],
+  *,
+  of_others: bool = False,
 ) -> None:
-  """Raises for an unknown argument."""
-  for name in (x for x in given if x not in names):
+  """Raises for an unknown argument, first for one that other systems have."""
+  if unknown := [x for x in given if x not in names]:
+    theirs = [x for x in unknown if of_others and x in _OF_OTHERS]
+    name = (theirs or unknown)[0]
     remedy = did_you_mean(name, names, quote="`") or "."
+    if theirs:
+      remedy = f"; {_OF_OTHERS[name]}."
     raise TypeError(
       f"`{function}` takes the arguments {', '.join(names)}, got "
       f"{name!r}{remedy}"
     )
-
-
-def check_arguments(
-  rule: str, names: Iterable[str], given: Iterable[str]
-) -> None:
-  """Raises for an argument that is unknown here, but not to another system."""
-  for name in given:
-    if name not in names and name in _OF_OTHERS:
-      raise TypeError(
-        f"`{rule}` takes the arguments {', '.join(names)}, got {name!r}; "
-        f"{_OF_OTHERS[name]}."
-      )
-  check_known(rule, names, given)
 
 
 def explained(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -215,7 +247,7 @@ def explained(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
   @functools.wraps(function)
   def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-    check_arguments(function.__name__, names, kwargs)
+    check_known(function.__name__, names, kwargs, of_others=True)
     return function(*args, **kwargs)
 
   return call
@@ -299,7 +331,7 @@ def check_first_scale(name: str, value: object, interval: str = "") -> float:
     remedy = f"take {nearest!r}"
     if interval and number.is_integer():
       remedy += f"; if the interval was meant: {interval}={number:.0f}"
-    wiring.warn(
+    warn(
       f"`{name}` should be a power of two, so that scaling rounds nothing, got "
       f"{shown(value)}: {remedy}."
     )

@@ -11,8 +11,14 @@ from optax_lossscale._jaxpr import calls
 SUMS = frozenset({"psum", "psum_invariant", "reduce_scatter"})
 EXCHANGES = frozenset(
   {
-    *("all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all"),
-    *("pmax", "pmin", "ppermute", "ragged_all_to_all"),
+    "all_gather",
+    "all_gather_invariant",
+    "all_gather_reduced",
+    "all_to_all",
+    "pmax",
+    "pmin",
+    "ppermute",
+    "ragged_all_to_all",
   }
 )
 BETWEEN_DEVICES = SUMS | EXCHANGES
@@ -23,7 +29,7 @@ def axes(jaxpr: core.Jaxpr) -> Iterator[Hashable]:
   for equation in calls.close(jaxpr).jaxpr.eqns:
     if equation.primitive.name in BETWEEN_DEVICES:
       parameters = equation.params
-      axes_of = parameters.get("axes", parameters.get("axis_name"))
-      yield from axes_of if isinstance(axes_of, (tuple, list)) else (axes_of,)
+      found = parameters.get("axes", parameters.get("axis_name"))
+      yield from found if isinstance(found, (tuple, list)) else (found,)
     for body in calls.bodies(equation):
       yield from axes(body.jaxpr)

@@ -76,7 +76,7 @@ class LossScale(abc.ABC):
       _, *names = (parameters := inspect.signature(cls.__init__).parameters)
       kinds = {x.kind for x in parameters.values()}
       if inspect.Parameter.VAR_KEYWORD not in kinds:
-        arguments.check_arguments(cls.__name__, names, kwargs)
+        arguments.check_known(cls.__name__, names, kwargs, of_others=True)
       return super().__new__(cls)
 
     def __getattr__(self, name: str) -> Any:

@@ -14,9 +14,9 @@ from jax import lax
 from jax.extend import core
 import jax.numpy as jnp
 
+from optax_lossscale._base import arguments
 from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
-from optax_lossscale._base import wiring
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._base.bits import varying_axes
 from optax_lossscale._base.leaves import Tree
@@ -85,7 +85,7 @@ def check_agreed(
     return None
   tracked, untracked = _manual_axes()
   if untracked and not names:
-    wiring.warn(
+    arguments.warn(
       "`axis_name` must say over which axes devices skip together, as JAX does "
       f"not track what varies along {listed(untracked)} here, got none. Pass "
       f"loss_scaling(..., axis_name={listed(untracked)}); or axis_name=() if "
@@ -145,7 +145,7 @@ def check_combined(
   names: Sequence[Hashable], known: Sequence[Hashable]
 ) -> None:
   if missing := [name for name in names if name not in known]:
-    wiring.warn(
+    arguments.warn(
       "`axis_name` must name every axis over which `inner` averages or sums, "
       f"got an average or a sum over {listed(missing)}, which it does not "
       "name: one device's NaN would reach the parameters of all, since only "

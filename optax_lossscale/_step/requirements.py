@@ -16,7 +16,6 @@ import optax
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import switches
-from optax_lossscale._base import wiring
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._rules import base
 from optax_lossscale._rules import fixed
@@ -152,7 +151,7 @@ def check_masters(params: object, inner_state: object) -> None:
   keys = [str(getattr(key, "name", "")) for path in paths for key in path]
   keeps = states.keeps_narrow(inner_state) or any("master" in x for x in keys)
   if narrow and not may_freeze and not keeps:
-    wiring.warn(
+    arguments.warn(
       "parameters in float16 should have master weights, got float16"
       f"{_at(narrow[0])} and no masters in the state of `inner`: small updates "
       "are rounded away. Write loss_scaling(master_weights(inner), rule), or "
@@ -254,7 +253,7 @@ def check_surroundings(opt_state: object) -> None:
   """Warns if a state around loss scaling is one that cannot work there."""
   # Other neighbours may be right. `check_step` sees what they do in a step.
   if message := _misplaced(opt_state, *_AROUND):
-    wiring.warn(f"`opt_state` must have {message}")
+    arguments.warn(f"`opt_state` must have {message}")
 
 
 def check_accumulation(opt_state: object) -> None:
