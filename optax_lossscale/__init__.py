@@ -22,8 +22,8 @@ import typing as _typing
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._autocast.marks import cast_inputs
 from optax_lossscale._base import doors as _doors
+from optax_lossscale._base.arguments import WiringWarning
 from optax_lossscale._base.other_systems import of_name as _of_name
-from optax_lossscale._base.wiring import WiringWarning
 from optax_lossscale._precision.master_weights import master_weights
 from optax_lossscale._precision.master_weights import MasterWeightsState
 from optax_lossscale._precision.policy import get_policy

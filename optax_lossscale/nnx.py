@@ -20,7 +20,7 @@ from optax_lossscale._autocast import autocast as plain_autocast
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base.arguments import kind_of
-from optax_lossscale._jaxpr import in_place
+from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._step import backward
 from optax_lossscale._step import requirements
 from optax_lossscale._step import skipping
@@ -48,7 +48,8 @@ class _ScaledValueAndGrad(backward.ScaledValueAndGrad):
     self, args: tuple[object, ...], batch_argnums: object
   ) -> tuple[Any, ...]:
     """Returns what `accumulate` needs, with the variables of the objects."""
-    objects = _objects(args)
+    # The arguments that hold variables, by position.
+    objects = {i: x for i, x in enumerate(args) if _variables(x)}
     if batch_argnums is None:
       whole = {*objects, *arguments.argnums_as_tuple(self.argnums)}
       batch_argnums = [i for i in range(len(args)) if i not in whole]
@@ -96,11 +97,10 @@ def scaled_value_and_grad(
 ) -> backward.ScaledValueAndGrad:
   """Returns a function that computes the loss and its *scaled* gradients.
 
-  It multiplies the loss by S and differentiates it as `nnx.value_and_grad`
-  does, but returns the true loss. Pass the scaled gradients to
-  `optimizer.update`. The changes that `fun` makes to the model remain even if
-  the step is then skipped; see `undo_on_skip`. Each call reads S from the
-  optimizer. Under `nnx.jit`, pass the optimizer as an argument.
+  It differentiates S times the loss as `nnx.value_and_grad` does, but returns
+  the true loss. Pass the scaled gradients to `optimizer.update`. The changes
+  that `fun` makes to the model remain even if the step is then skipped; see
+  `undo_on_skip`. Under `nnx.jit`, pass the optimizer as an argument.
 
   Args:
     fun: a function of a model and other arguments that returns a real scalar,
@@ -151,10 +151,8 @@ def scaled_value_and_grad(
   places = arguments.argnums_as_tuple(chosen)
   numbers = [getattr(x, "argnum", x) for x in places]
   backward.check_argnums(argnums, numbers)
-  filters = {
-    number: getattr(x, "filter", nnx.Param)
-    for number, x in zip(numbers, places, strict=True)
-  }
+  of_places = (getattr(x, "filter", nnx.Param) for x in places)
+  filters = dict(zip(numbers, of_places, strict=True))
 
   def differentiate(
     fun: Callable[..., Any], has_aux: bool, argnums: object = 0
@@ -199,11 +197,10 @@ def autocast(
 ) -> Callable[..., Any]:
   """Returns `fun` in mixed precision, for a function of NNX objects.
 
-  It is `optax_lossscale.autocast` for models that a forward pass changes. The
-  changes that `fun` makes to its arguments (batch statistics, counts of random
-  keys, sown values) remain, in the dtypes that they have without autocast. Each
-  model must be an argument of `fun`, unless `fun` only reads it. If `fun` is a
-  model, or a method of one, that model counts as an argument.
+  The changes that `fun` makes to its arguments (batch statistics, counts of
+  random keys, sown values) remain, in the dtypes that they have without
+  autocast. Each model must be an argument of `fun`, unless `fun` only reads it.
+  If `fun` is a model, or a method of one, that model counts as an argument.
 
   Args:
     fun: a function of NNX objects, such as a loss function, or a model.
@@ -262,7 +259,7 @@ def autocast(
     ):
       # The object of a bound method is its first argument.
       called = (fun.__func__, (fun.__self__, *args), kwargs)
-    with in_place.explain_changes():
+    with interpreter.explain_changes():
       # Fails now if a variable cannot be changed; Flax would fail too late.
       for variable in _variables(called).values():
         variable.set_raw_value(variable.get_raw_value())
@@ -283,10 +280,10 @@ def undo_on_skip(
   A forward pass changes batch statistics and counts of random keys in place,
   before anyone knows that the gradients will overflow. Put one whole step into
   one `with` block: the loss, the optimizer's update and anything that follows
-  from it, such as a moving average of the parameters. On a skip, each variable
-  of `nodes` gets its old value back at the end of the block, bit for bit. This
-  works under `nnx.jit` and `nnx.scan`. Sown variables (`nnx.Intermediate`), and
-  those that the step creates or removes, are left alone.
+  from it. On a skip, each variable of `nodes` gets its old value back at the
+  end of the block, bit for bit, also under `nnx.jit` and `nnx.scan`. Sown
+  variables (`nnx.Intermediate`), and those that the step creates or removes,
+  are left alone.
 
   Args:
     optimizer: an `nnx.Optimizer` whose transformation holds `loss_scaling`.
@@ -414,11 +411,6 @@ def _check_nodes(
         f"moves on a skipped step, got it at {_name(place)!r}; pass the model "
         "alone. The optimizer keeps its own state on a skip."
       )
-
-
-def _objects(args: tuple[object, ...]) -> dict[int, object]:
-  """Returns the arguments that hold variables, by position."""
-  return {i: x for i, x in enumerate(args) if _variables(x)}
 
 
 def _variables(node: object) -> dict[_Place, Any]:

@@ -18,7 +18,6 @@ from optax_lossscale._autocast import full_precision
 from optax_lossscale._autocast import levels
 from optax_lossscale._autocast import marks
 from optax_lossscale._base import arguments
-from optax_lossscale._base import other_systems
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._jaxpr import scopes
 
@@ -48,7 +47,7 @@ def _explained(function: Callable[_Q, _S]) -> Callable[_Q, _S]:
 
 
 @_explained
-@other_systems.explained
+@arguments.explained
 def autocast(
   fun: Callable[_P, _R],
   level: str = "O1",

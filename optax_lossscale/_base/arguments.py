@@ -1,4 +1,4 @@
-"""Checks of user arguments. Each error names the argument and the remedy."""
+"""Checks of arguments. Errors and warnings name the argument and the remedy."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -14,18 +14,19 @@ import operator
 import os
 import pathlib
 import re
+import sys
 from typing import Any
 from typing import NamedTuple
 from typing import overload
+from typing import ParamSpec
 from typing import TypeVar
+import warnings
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jax.typing import DTypeLike
 import numpy as np
-
-from optax_lossscale._base import wiring
 
 # S is a normal float32 number, since a backend may flush subnormals to zero.
 SMALLEST_SCALE = 2.0**-126
@@ -34,8 +35,63 @@ LARGEST_SCALE = float(np.finfo(np.float32).max)
 # Counters are int32 and stop at this value instead of wrapping around.
 LARGEST_COUNT = 2**31 - 1
 
+# Arguments of other systems, with what there is here instead.
+_OF_OTHERS = {
+  "enabled": "loss_scaling(inner, None) switches loss scaling off, and the "
+  "level O0 switches autocast off",
+  "fin_steps": "the count is in the state",
+  "backoff": "the argument is `backoff_factor`",
+  "period": "the argument is `growth_interval`",
+  "factor": "the arguments are `growth_factor` and `backoff_factor`",
+  "scale_factor": "the arguments are `growth_factor` and `backoff_factor`",
+  "scale_window": "the argument is `growth_interval`",
+  "device": "a rule has no device",
+  "loss_scale": "the argument is `rule`",
+  "compute_dtype": "the argument is `dtype`",
+}
+
+# Libraries whose frames are not the user's code.
+_LIBRARIES = {
+  *("contextlib", "dataclasses", "flax", "functools", "jax", "optax"),
+  __name__.partition(".")[0],
+}
+
 # The type of an argument that a function may return unchanged.
 Value = TypeVar("Value")
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class WiringWarning(UserWarning):
+  """Loss scaling is set up so that a run would go wrong without an error.
+
+  Constructors, `init`, and traced or eager steps emit it; a compiled step never
+  does. It points to a mistake or, rarely, to something intended. To silence
+  it::
+
+    warnings.filterwarnings("ignore", category=ols.WiringWarning)
+
+  Examples:
+    >>> import warnings
+    >>> import optax_lossscale as ols
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...   warnings.simplefilter("always")
+    ...   rule = ols.FixedLossScale(1000.0)
+    >>> print(caught[0].message)
+    `scale` should be a power of two, so that scaling rounds nothing, got \
+1000.0: take 1024.0.
+  """
+
+
+def warn(message: str) -> None:
+  """Warns at the user's line: the first frame outside the libraries."""
+  level, frame = 1, sys._getframe()
+  while frame.f_back is not None and (
+    frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES
+  ):
+    level, frame = level + 1, frame.f_back
+  warnings.warn(message, WiringWarning, stacklevel=level)
 
 
 @overload
@@ -166,15 +222,35 @@ def did_you_mean(
 
 
 def check_known(
-  function: str, names: Iterable[str], given: Iterable[str]
+  function: str,
+  names: Iterable[str],
+  given: Iterable[str],
+  *,
+  of_others: bool = False,
 ) -> None:
-  """Raises for an unknown argument."""
-  for name in (x for x in given if x not in names):
+  """Raises for an unknown argument, first for one that other systems have."""
+  if unknown := [x for x in given if x not in names]:
+    theirs = [x for x in unknown if of_others and x in _OF_OTHERS]
+    name = (theirs or unknown)[0]
     remedy = did_you_mean(name, names, quote="`") or "."
+    if theirs:
+      remedy = f"; {_OF_OTHERS[name]}."
     raise TypeError(
       f"`{function}` takes the arguments {', '.join(names)}, got "
       f"{name!r}{remedy}"
     )
+
+
+def explained(function: Callable[_P, _R]) -> Callable[_P, _R]:
+  """Returns a function that explains arguments that it does not have."""
+  names = list(inspect.signature(function).parameters)
+
+  @functools.wraps(function)
+  def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    check_known(function.__name__, names, kwargs, of_others=True)
+    return function(*args, **kwargs)
+
+  return call
 
 
 def check_enabled(name: str, dtype: DTypeLike | None) -> None:
@@ -255,33 +331,9 @@ def check_first_scale(name: str, value: object, interval: str = "") -> float:
     remedy = f"take {nearest!r}"
     if interval and number.is_integer():
       remedy += f"; if the interval was meant: {interval}={number:.0f}"
-    wiring.warn(
+    warn(
       f"`{name}` should be a power of two, so that scaling rounds nothing, got "
       f"{shown(value)}: {remedy}."
-    )
-  return number
-
-
-def check_growth_factor(name: str, value: object) -> float:
-  """Returns `value` as a float, which must be above 1."""
-  number = check_number(name, value)
-  # Compare in float32, the dtype of S: 1 + 1e-9 is rounded to 1, and S would
-  # never move.
-  if np.float32(number) <= 1:
-    raise ValueError(
-      f"`{name}` must be above 1 (in float32), got {shown(value)}; for an S "
-      "that never moves use FixedLossScale."
-    )
-  return number
-
-
-def check_backoff_factor(name: str, value: object) -> float:
-  """Returns `value` as a float, which must be between 0 and 1."""
-  number = check_number(name, value)
-  if not (is_usable_scale(number) and np.float32(number) < 1):
-    raise ValueError(
-      f"`{name}` must be between 0 and 1, both excluded (and a normal float32, "
-      f"at least 2**-126), got {shown(value)}."
     )
   return number
 
@@ -379,19 +431,6 @@ def check_fields(owner: object, **checks: Callable[[str, Any], object]) -> None:
   """Replaces fields of a frozen dataclass with the results of their checks."""
   for name, check in checks.items():
     object.__setattr__(owner, name, check(name, getattr(owner, name)))
-
-
-def check_bounds(rule: object, *fields: str, interval: str = "") -> None:
-  """Converts a rule's scales to floats; raises unless they are in order."""
-  check_first = functools.partial(check_first_scale, interval=interval)
-  checks = dict.fromkeys(fields, check_scale) | {"init_scale": check_first}
-  check_fields(rule, **{name: checks[name] for name in fields})
-  scales = [getattr(rule, name) for name in fields]
-  # Compare in float32, the dtype of S.
-  if sorted(map(np.float32, scales)) != [np.float32(x) for x in scales]:
-    names = [f"`{name}`" for name in fields]
-    got = ", ".join(map("{}={!r}".format, names, scales))
-    raise ValueError(f"{' <= '.join(names)} must hold, got {got}.")
 
 
 class Places(NamedTuple):

@@ -19,8 +19,6 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
 
-from optax_lossscale._jaxpr import in_place
-
 # `core.Jaxpr` below is what `jax.make_jaxpr` returns. Up to jax 0.10 the class
 # was named `ClosedJaxpr`, with the same attributes.
 
@@ -33,6 +31,13 @@ Value = TypeVar("Value")
 
 # Takes an equation and its input values, and returns its output values.
 EvaluateEquation = Callable[[core.JaxprEqn, Sequence[Value]], Sequence[Value]]
+
+# The remedy in errors about a change in place, which would be lost.
+_FOR_NNX = (
+  "optax_lossscale.nnx.autocast and optax_lossscale.nnx.scaled_value_and_grad "
+  "keep what a call changes in an NNX model"
+)
+_CONTAINER_KEYS = (jax.tree_util.DictKey, jax.tree_util.SequenceKey)
 
 # JAX's trace state during a recording that is evaluated right away, or None.
 _recorded: contextvars.ContextVar[object] = contextvars.ContextVar(
@@ -98,10 +103,10 @@ def record(
     for place, array in zip(places, arrays, strict=True):
       inputs[place] = array
     args, kwargs = jax.tree.unflatten(treedef, inputs)
-    with _recording(is_at_once), in_place.explain_changes():
+    with _recording(is_at_once), explain_changes():
       outputs = function(*args, **kwargs)
     if not may_change:
-      in_place.check_unchanged(arrays, (args, kwargs))
+      check_unchanged(arrays, (args, kwargs))
     return outputs
 
   # The name that JAX reports if the function cannot be traced.
@@ -206,3 +211,35 @@ def context(equation: core.JaxprEqn) -> Iterator[None]:
 
 def _scope(name: str) -> contextlib.AbstractContextManager[object]:
   return jax.named_scope(name) if name else contextlib.nullcontext()
+
+
+def check_unchanged(before: Sequence[object], arguments: object) -> None:
+  """Raises if a function has changed an object among its arguments."""
+  known = {id(array) for array in before}
+  for path, leaf in jax.tree.leaves_with_path(arguments):
+    is_new = isinstance(leaf, jax.Array) and id(leaf) not in known
+    # It may change a dict or list, since it has been given a copy. Skip the
+    # last key, which may only lead from a box to the array in it.
+    if is_new and not all(isinstance(x, _CONTAINER_KEYS) for x in path[:-1]):
+      raise ValueError(
+        "`fun` must not change its arguments in place, since the change would "
+        f"be lost, got a new value in {jax.tree_util.keystr(path[1:])}; return "
+        f"it. {_FOR_NNX}; elsewhere pass what nnx.split makes of it."
+      )
+
+
+@contextlib.contextmanager
+def explain_changes() -> Iterator[None]:
+  """Explains Flax's error if `fun` changes an object that it closes over."""
+  try:
+    yield
+  except Exception as error:
+    # Compare by name, so that Flax need not be imported.
+    if type(error).__name__ != "TraceContextError":
+      raise
+    raise ValueError(
+      "`fun` must not change NNX objects that are not traced with it, got a "
+      "change to one that it closes over, on the line that the traceback "
+      f"shows; pass the object as an argument. {_FOR_NNX}; "
+      "optax_lossscale.autocast takes a model that is only read."
+    ) from error

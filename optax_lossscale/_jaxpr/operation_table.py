@@ -13,6 +13,7 @@ import numpy as np
 
 from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
+from optax_lossscale._jaxpr import collectives
 
 
 def names(text: str) -> frozenset[str]:
@@ -32,12 +33,6 @@ JOINS = names("""
 # Moves that rearrange elements without repeating or dropping any.
 REARRANGES = names("copy reshape rev squeeze stop_gradient transpose")
 
-# Moves whose result on one device depends on the values of others.
-_EXCHANGES = names("""
-  all_gather all_gather_invariant all_gather_reduced all_to_all pmax pmin
-  ppermute ragged_all_to_all
-""")
-
 # These operations move, choose or limit values, so the results never exceed the
 # inputs in magnitude. A bitcast is listed too: its result is never an overflow.
 MOVES = names("""
@@ -46,7 +41,7 @@ MOVES = names("""
   sharding_constraint slice sort split swap tile top_k unstack
   cummax cummin reduce_max reduce_min reduce_window_max reduce_window_min
   abs conj imag neg real sign
-""").union(_EXCHANGES, JOINS, REARRANGES)
+""").union(collectives.EXCHANGES, JOINS, REARRANGES)
 
 # A finite result of these fits in any dtype that holds the input. A non-finite
 # result means that the operation is undefined: log 0, rsqrt 0, sqrt(-1).
@@ -68,12 +63,6 @@ REDUCTIONS = names("reduce_prod reduce_sum")
 
 # Each element of the result depends on the input up to its position on an axis.
 CUMULATIVE = names("cumlogsumexp cumprod cumsum")
-
-# The result depends on the inputs of several devices.
-DEVICE_SUMS = names("psum psum_invariant reduce_scatter")
-
-# Operations whose result on one device depends on the values of others.
-BETWEEN_DEVICES = DEVICE_SUMS | _EXCHANGES
 
 # Functions bounded for real inputs, which grow along the imaginary axis.
 _REAL_BOUNDED = names("cos logistic sin tanh")

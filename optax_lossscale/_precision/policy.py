@@ -20,7 +20,7 @@ from optax_lossscale._base import arguments
 from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
 from optax_lossscale._base.arguments import shown
-from optax_lossscale._jaxpr import in_place
+from optax_lossscale._jaxpr import interpreter
 
 FIELDS = ("param_dtype", "compute_dtype", "output_dtype")
 
@@ -129,7 +129,7 @@ class Policy:
       args, kwargs = cast = self.cast_to_compute((args, kwargs))
       before = jax.tree.leaves(cast)
       output = fun(*args, **kwargs)
-      in_place.check_unchanged(before, cast)
+      interpreter.check_unchanged(before, cast)
       return self.cast_to_output(output)
 
     return fun_in_policy

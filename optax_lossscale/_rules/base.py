@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_lossscale._base import arguments
-from optax_lossscale._base import other_systems
 
 # The methods of torch's GradScaler, each with its equivalent here.
 _OF_A_SCALER = {
@@ -77,7 +76,7 @@ class LossScale(abc.ABC):
       _, *names = (parameters := inspect.signature(cls.__init__).parameters)
       kinds = {x.kind for x in parameters.values()}
       if inspect.Parameter.VAR_KEYWORD not in kinds:
-        other_systems.check_arguments(cls.__name__, names, kwargs)
+        arguments.check_known(cls.__name__, names, kwargs, of_others=True)
       return super().__new__(cls)
 
     def __getattr__(self, name: str) -> Any:

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 from optax_lossscale._base import arguments
 from optax_lossscale._rules import base
 from optax_lossscale._rules import engine
+from optax_lossscale._rules import fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +74,11 @@ class DynamicLossScale(base.LossScale):
   def __post_init__(self) -> None:
     super().__post_init__()
     bounds = ("min_scale", "init_scale", "max_scale")
-    arguments.check_bounds(self, *bounds, interval="growth_interval")
+    fields.check_bounds(self, *bounds, interval="growth_interval")
     arguments.check_fields(
       self,
-      growth_factor=arguments.check_growth_factor,
-      backoff_factor=arguments.check_backoff_factor,
+      growth_factor=fields.check_growth_factor,
+      backoff_factor=fields.check_backoff_factor,
       growth_interval=arguments.check_count,
       hysteresis=arguments.check_count,
     )

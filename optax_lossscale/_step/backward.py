@@ -15,9 +15,8 @@ import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
-from optax_lossscale._base import other_systems
 from optax_lossscale._base import promises
-from optax_lossscale._jaxpr import in_place
+from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._step import provenance
 from optax_lossscale._step import requirements
 from optax_lossscale._step import states
@@ -161,7 +160,7 @@ class ScaledValueAndGrad:
     return loss_scale, places, given, like, (), pure, lambda variables: None
 
 
-@other_systems.explained
+@arguments.explained
 def scaled_value_and_grad(
   fun: Callable[..., Any],
   opt_state: optax.OptState,
@@ -307,10 +306,10 @@ def _scaled_loss_fn(
   @functools.wraps(fun)
   def scaled_fun(*args: object, **kwargs: object) -> tuple[jax.Array, Any]:
     before = jax.tree.leaves((args, kwargs))
-    with in_place.explain_changes():
+    with interpreter.explain_changes():
       value = fun(*args, **kwargs)
     if not may_change:
-      in_place.check_unchanged(before, (args, kwargs))
+      interpreter.check_unchanged(before, (args, kwargs))
     loss = _checked_loss(value, has_aux)
     provenance.check_loss(loss)
     return times(loss, loss_scale), (loss, value)

@@ -82,13 +82,12 @@ def saturated(dtype: Any = None) -> Check:
   In saturation mode an overflow produces the largest finite value, 65504 in
   float16, instead of inf. So a step overflows if a scaled gradient reaches that
   value; NaN and inf count as well. A true value between 65488 and 65520 also
-  rounds to 65504, a false alarm that costs one step. With Flax's FP8 layers,
-  pass the dtype that the gradients are computed in (see docs/guides/fp8.md).
+  rounds to 65504, a false alarm that costs one step.
 
   Args:
-    dtype: the computation's dtype, as for `nonfinite`. Float32 gradients of
-      float32 parameters do not reveal the dtype they were computed in, so name
-      it here.
+    dtype: the computation's dtype, as for `nonfinite`. Float32 gradients do
+      not reveal the dtype they were computed in, so name it here, also with
+      Flax's FP8 layers (see docs/guides/fp8.md).
 
   Returns:
     A check to pass to `loss_scaling`.

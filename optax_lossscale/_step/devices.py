@@ -14,14 +14,13 @@ from jax import lax
 from jax.extend import core
 import jax.numpy as jnp
 
+from optax_lossscale._base import arguments
 from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
-from optax_lossscale._base import wiring
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._base.bits import varying_axes
 from optax_lossscale._base.leaves import Tree
-from optax_lossscale._jaxpr import calls
-from optax_lossscale._jaxpr import operation_table
+from optax_lossscale._jaxpr import collectives
 
 # A mapped axis, or several in a tuple or list.
 AxisNames = Hashable | Sequence[Hashable]
@@ -68,14 +67,12 @@ def check_agreed(
   *,
   is_told: bool,
 ) -> Known:
-  """Returns the axes along which devices decide alike about a step.
-
-  None means all, if the caller says so (`is_told`) by naming no axis. It raises
-  if `flags` vary along an axis along which `own`, a part of the state, does
-  not, and warns where JAX does not track what varies.
-  """
-  found = {name for flag in flags for name in axes_beyond(flag, own)}
-  if missing := sorted(found, key=str):
+  """Returns the axes along which devices decide alike about a step."""
+  # None means all, if the caller says so (`is_told`) by naming no axis. It
+  # raises if `flags` vary along an axis along which `own`, a part of the state,
+  # does not, and warns where JAX does not track what varies.
+  varying = frozenset().union(*map(varying_axes, flags))
+  if missing := sorted(varying - varying_axes(own), key=str):
     raise ValueError(
       "devices that share a loss scale must skip together, got a "
       f"flag that varies along {listed(missing)} for a state that does not; "
@@ -88,25 +85,22 @@ def check_agreed(
     return None
   tracked, untracked = _manual_axes()
   if untracked and not names:
-    wiring.warn(
+    arguments.warn(
       "`axis_name` must say over which axes devices skip together, as JAX does "
       f"not track what varies along {listed(untracked)} here, got none. Pass "
       f"loss_scaling(..., axis_name={listed(untracked)}); or axis_name=() if "
       "gradients are the same on all devices already, or if each device has a "
       "model of its own."
     )
-  varying = frozenset().union(*map(varying_axes, flags))
   # A flag that JAX tracks and that does not vary is the same on all devices.
   same = [name for name in tracked if name not in varying]
   return [*names, *same] if names else [*untracked, *same]
 
 
 def _manual_axes() -> tuple[list[Hashable], list[Hashable]]:
-  """Returns the mapped axes that JAX tracks, and those that it does not.
-
-  Axes that pmap named itself do not count: devices cannot agree over these.
-  """
+  """Returns the mapped axes that JAX tracks, and those that it does not."""
   manual = sorted(jax.sharding.get_abstract_mesh().manual_axes, key=str)
+  # Devices cannot agree over the axes that pmap named itself.
   names = [name for name in manual if not str(name).startswith("_")]
   if not names:
     return [], []
@@ -134,20 +128,9 @@ def agreeing_on(known: Known) -> Iterator[None]:
 def check_recorded(jaxpr: core.Jaxpr, known: Known) -> None:
   """Warns if a recorded optimizer combines devices that may not agree."""
   if known is not None:
-    check_combined(list(dict.fromkeys(_combined_axes(jaxpr))), known)
-
-
-def _combined_axes(jaxpr: core.Jaxpr) -> Iterator[Hashable]:
-  """Yields the axes around a jaxpr along which it combines values."""
-  for equation in calls.close(jaxpr).jaxpr.eqns:
-    if equation.primitive.name in operation_table.BETWEEN_DEVICES:
-      parameters = equation.params
-      axes = parameters.get("axes", parameters.get("axis_name"))
-      axes = axes if isinstance(axes, (tuple, list)) else (axes,)
-      # A shard_map in the optimizer has axes of its own.
-      yield from filter(_is_mapped, axes)
-    for body in calls.bodies(equation):
-      yield from _combined_axes(body.jaxpr)
+    # A shard_map in the optimizer has axes of its own.
+    around = filter(_is_mapped, dict.fromkeys(collectives.axes(jaxpr)))
+    check_combined(list(around), known)
 
 
 def _is_mapped(name: Hashable) -> bool:
@@ -162,7 +145,7 @@ def check_combined(
   names: Sequence[Hashable], known: Sequence[Hashable]
 ) -> None:
   if missing := [name for name in names if name not in known]:
-    wiring.warn(
+    arguments.warn(
       "`axis_name` must name every axis over which `inner` averages or sums, "
       f"got an average or a sum over {listed(missing)}, which it does not "
       "name: one device's NaN would reach the parameters of all, since only "
@@ -198,8 +181,7 @@ def refuse_split(
   overflow: jax.Array, together: Sequence[jax.Array], names: Sequence[Hashable]
 ) -> None:
   """Raises if devices that share gradients could disagree on a micro-batch."""
-  missing = axes_beyond(overflow, *together)
-  if missing:
+  if missing := axes_beyond(overflow, *together):
     axes = listed([*names, *missing])
     raise ValueError(
       "devices that share a loss or gradients must decide about a micro-batch "

@@ -47,14 +47,13 @@ def raise_if_failed(
   DeepSpeed, fairseq and MindSpore end a run once loss scaling can no longer
   help. Their presets record such a failure permanently in the state (unless
   raise_error_at_min_scale=False), and then this function raises with or without
-  a limit. Any other rule goes on for ever, so it needs a limit.
+  a limit. Any other rule needs a limit.
 
   Args:
     opt_state: an optimizer's state with loss scaling anywhere in it.
-    max_consecutive_skips: how many skipped steps in a row to allow, with any
-      rule; None allows any number, with a preset that ends the run itself.
-      Every step is skipped while S comes down from an initial value that is too
-      large, so be generous: 100, say.
+    max_consecutive_skips: how many skipped steps in a row to allow; None for
+      any number. Every step is skipped while S comes down from an initial value
+      that is too large, so be generous: 100, say.
 
   Raises:
     FloatingPointError: if more steps than the limit were skipped in a row, or

@@ -11,7 +11,6 @@ import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
-from optax_lossscale._base import other_systems
 from optax_lossscale._base import promises
 from optax_lossscale._base import siblings
 from optax_lossscale._rules import base
@@ -26,7 +25,7 @@ from optax_lossscale._step import skipping
 from optax_lossscale._step import states
 
 
-@other_systems.explained
+@arguments.explained
 def loss_scaling(
   inner: optax.GradientTransformation | optax.MultiSteps,
   rule: base.LossScale | None,

@@ -28,8 +28,7 @@ def loss_scale_metrics(
     `skipped_steps`, `requested_skips`, `consecutive_skips` (int32[]); and
     `skip_rate` (float32[]), the share of all steps that were skipped. A step
     that is `skipped` without `overflow` was skipped by `skip=`. `inf` is True
-    if a gradient was infinite and none was NaN. An overflow without inf or NaN
-    is a saturated gradient or the caller's flag. See `LastStep`, `StepCounts`
+    if a gradient was infinite and none was NaN. See `LastStep`, `StepCounts`
     and the `headroom` of `LossScalingState` for the rest.
 
   Raises:

@@ -8,8 +8,8 @@ import weakref
 import jax
 import numpy as np
 
+from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
-from optax_lossscale._base import wiring
 from optax_lossscale._rules import base
 from optax_lossscale._rules import fixed
 from optax_lossscale._step import reasons
@@ -55,7 +55,7 @@ def check_update(
   is_fixed = isinstance(machine, fixed.FixedLossScale)
   known = machine.scale if is_fixed else None
   if kind == "unscaled" and known != 1:
-    wiring.warn(
+    arguments.warn(
       "`update` takes the gradients scaled, got some that `unscale` has "
       "divided by S already: the model would not learn. Leave the line with "
       "`unscale` out, or use what it returns for looking alone."
@@ -66,7 +66,7 @@ def check_update(
       if overflow is False
       else "a flag alone: it skips the step, so nothing would be dropped"
     )
-    wiring.warn(
+    arguments.warn(
       "`overflow` must be passed to `update` unchanged after accumulate"
       f"(..., drop=True), got {got}. Write tx.update(scaled_grads, opt_state, "
       "params, overflow=overflow)."
@@ -75,7 +75,7 @@ def check_update(
     is_frozen and (known is None or not _equal(used, known))
   ):
     got = f"the number {used}" if isinstance(used, float) else "another S"
-    wiring.warn(
+    arguments.warn(
       "`update` takes the opt_state that the gradients were scaled with, got "
       f"gradients scaled by {got}. Call scaled_value_and_grad(loss_fn, "
       "opt_state) anew in each step, with the opt_state that goes to `update`."
@@ -85,7 +85,7 @@ def check_update(
 def check_loss(loss: object) -> None:
   """Warns if a loss that is to be scaled was scaled already."""
   if _origin(loss)[0] == "loss":
-    wiring.warn(
+    arguments.warn(
       "`fun` must return the true loss, got one that `scale_loss` has "
       "multiplied by S: gradients would be S times too large. Leave "
       "`scale_loss` out, since scaled_value_and_grad scales the loss."
@@ -95,7 +95,7 @@ def check_loss(loss: object) -> None:
 def check_unscale(scaled_grads: object, loss_scale: jax.Array) -> None:
   """Warns if `unscale` gets gradients that a different S has scaled."""
   if _is_another(_origin(scaled_grads)[1], loss_scale):
-    wiring.warn(
+    arguments.warn(
       "`unscale` takes the opt_state from before `update`, got gradients "
       "scaled by another S. Call `unscale` before `update`, or keep the old "
       "opt_state."

@@ -16,7 +16,6 @@ import optax
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import switches
-from optax_lossscale._base import wiring
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._rules import base
 from optax_lossscale._rules import fixed
@@ -113,10 +112,8 @@ def check_first_state(rule: base.LossScale) -> None:
 
 def check_inner_state(inner_state: object) -> None:
   """Raises if the optimizer's state already holds a loss scale."""
-  paths = states.find_states(inner_state)
-  if paths:
-    inside = leaves.path_name(next(iter(paths)))
-    place = "/".join(filter(None, ["inner_state", inside]))
+  if paths := states.find_states({"inner_state": inner_state}):
+    place = leaves.path_name(next(iter(paths)))
     raise ValueError(
       f"`inner` must not contain loss_scaling, got it at {place}: gradients "
       "would be unscaled twice. Wrap the optimizer once, outermost."
@@ -151,10 +148,10 @@ def check_masters(params: object, inner_state: object) -> None:
   # A mask whose state holds no arrays may freeze any parameter.
   may_freeze = any(not jax.tree.leaves(x) for x in masks)
   # Look for a field of this name: other optimizers have master weights too.
-  names = {str(getattr(key, "name", "")) for path in paths for key in path}
-  keeps = states.keeps_narrow(inner_state) or any("master" in x for x in names)
+  keys = [str(getattr(key, "name", "")) for path in paths for key in path]
+  keeps = states.keeps_narrow(inner_state) or any("master" in x for x in keys)
   if narrow and not may_freeze and not keeps:
-    wiring.warn(
+    arguments.warn(
       "parameters in float16 should have master weights, got float16"
       f"{_at(narrow[0])} and no masters in the state of `inner`: small updates "
       "are rounded away. Write loss_scaling(master_weights(inner), rule), or "
@@ -256,7 +253,7 @@ def check_surroundings(opt_state: object) -> None:
   """Warns if a state around loss scaling is one that cannot work there."""
   # Other neighbours may be right. `check_step` sees what they do in a step.
   if message := _misplaced(opt_state, *_AROUND):
-    wiring.warn(f"`opt_state` must have {message}")
+    arguments.warn(f"`opt_state` must have {message}")
 
 
 def check_accumulation(opt_state: object) -> None:

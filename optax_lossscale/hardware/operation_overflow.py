@@ -17,6 +17,7 @@ from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
+from optax_lossscale._jaxpr import collectives
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._jaxpr.interpreter import Array
@@ -142,7 +143,7 @@ def _reached_before(
   if name == "dot_general":
     return _reached_before_dot(parameters["dimension_numbers"], *reached)
   anywhere = is_anywhere(reached)
-  if name not in operation_table.DEVICE_SUMS:
+  if name not in collectives.SUMS:
     return anywhere
   axes = parameters["axes" if "axes" in parameters else "axis_name"]
   groups = parameters.get("axis_index_groups")

@@ -20,11 +20,10 @@ it wraps an optimizer and takes a rule as its manager. `accelerate_train_mode`,
 also Ascend's, returns a `PrecisionSchedule`.
 """
 
-import functools as _functools
 import typing as _typing
 
 from optax_lossscale._base import doors as _doors
-from optax_lossscale._base.other_systems import of_preset as _of_preset
+from optax_lossscale._base.arguments import did_you_mean as _did_you_mean
 from optax_lossscale.presets._accelerate_train_mode import accelerate_train_mode
 from optax_lossscale.presets._fairseq import fairseq
 from optax_lossscale.presets._fairseq import metaseq
@@ -87,11 +86,18 @@ __all__ = [
   "torch_sharded",
 ]
 
+# Names that people try first, and that are close to none of these.
+_MEANT = {"pytorch": "torch", "ascend": "npu_exponential", "tf": "tensorflow"}
+
+
+def _hint(name: str) -> str:
+  """Returns the end of an error about a preset that does not exist."""
+  meant = f"; did you mean {_MEANT.get(name)!r}?"
+  return meant if name in _MEANT else _did_you_mean(name, __all__)
+
 
 if not _typing.TYPE_CHECKING:  # Type checkers would accept any name.
-  __getattr__ = _doors.open_door(
-    __name__, {}, _functools.partial(_of_preset, presets=__all__)
-  )
+  __getattr__ = _doors.open_door(__name__, {}, _hint)
 
 
 def __dir__() -> list[str]:

@@ -29,6 +29,7 @@ from jax.typing import ArrayLike
 from optax_lossscale._base import arguments as _arguments
 from optax_lossscale._rules import base
 from optax_lossscale._rules import engine
+from optax_lossscale._rules import fields
 from optax_lossscale._rules import fixed
 from optax_lossscale.presets import _keys
 
@@ -376,8 +377,8 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
   "skip": _arguments.check_flag,
   "enabled": _arguments.check_flag,
   "init_scale": _arguments.check_first_scale,
-  "growth_factor": _arguments.check_growth_factor,
-  "backoff_factor": _arguments.check_backoff_factor,
+  "growth_factor": fields.check_growth_factor,
+  "backoff_factor": fields.check_backoff_factor,
   "growth_interval": _check_steps,
   "hysteresis": _check_steps,
   "min_scale": _arguments.check_not_negative,

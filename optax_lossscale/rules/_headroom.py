@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from optax_lossscale._base import arguments
 from optax_lossscale._rules import base
+from optax_lossscale._rules import fields
 from optax_lossscale.rules import _amax_and_scale
 
 # An exponent that allows any S. It is far above all exponents of float32 and
@@ -123,7 +124,7 @@ class HeadroomLossScale(base.LossScale):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    arguments.check_bounds(self, "min_scale", "init_scale", "max_scale")
+    fields.check_bounds(self, "min_scale", "init_scale", "max_scale")
     arguments.check_fields(
       self,
       headroom=_amax_and_scale.check_bits,

@@ -12,6 +12,7 @@ import numpy as np
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._rules import base
+from optax_lossscale._rules import fields
 from optax_lossscale._step import skipping
 from optax_lossscale.rules import _amax_and_scale
 
@@ -106,7 +107,7 @@ class LogMaxLossScale(base.LossScale):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    arguments.check_bounds(self, "scale_min", "scale_max")
+    fields.check_bounds(self, "scale_min", "scale_max")
     arguments.check_fields(
       self,
       log_max=arguments.check_number,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from optax_lossscale._jaxpr import collectives
 from optax_lossscale._jaxpr import operation_table
 from tests import support
 from tests.jaxpr import operations
@@ -132,7 +133,7 @@ def test_every_name_is_that_of_an_operation_of_jax():
     | operation_table.ELEMENTWISE
     | operation_table.REDUCTIONS
     | operation_table.CUMULATIVE
-    | operation_table.BETWEEN_DEVICES
+    | collectives.BETWEEN_DEVICES
     | operation_table.BOUNDED
     | set(operation_table.UNDEFINED)
   )

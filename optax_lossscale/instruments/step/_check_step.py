@@ -15,7 +15,6 @@ import jax
 from optax_lossscale._base import arguments
 from optax_lossscale._base import leaves
 from optax_lossscale._base import switches
-from optax_lossscale._base import wiring
 from optax_lossscale._step import states
 from optax_lossscale.instruments import shared
 from optax_lossscale.instruments.step import _next_values
@@ -174,7 +173,7 @@ def check_step(
   texts = (
     str(x.message)
     for x in caught
-    if issubclass(x.category, wiring.WiringWarning)
+    if issubclass(x.category, arguments.WiringWarning)
   )
   report = dataclasses.replace(report, warnings=tuple(dict.fromkeys(texts)))
   return _as_written(report) if known else report

@@ -23,6 +23,7 @@ import jax
 from jax.extend import core
 
 from optax_lossscale._base import formats
+from optax_lossscale._jaxpr import collectives
 from optax_lossscale._jaxpr import operation_table
 
 # An operation, after the calls around it, outermost first.
@@ -405,7 +406,7 @@ _SAME_AXES = (
   operation_table.ELEMENTWISE
   | operation_table.COMPARISONS
   | operation_table.CUMULATIVE
-  | operation_table.DEVICE_SUMS
+  | collectives.SUMS
   | _names("""
     and clamp concatenate conj cummax cummin dynamic_slice dynamic_update_slice
     imag is_finite max min neg not or pmax pmin real select_n sign slice sort

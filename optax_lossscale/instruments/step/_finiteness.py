@@ -12,6 +12,7 @@ import math
 from jax.extend import core
 
 from optax_lossscale._base import leaves
+from optax_lossscale._jaxpr import collectives
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale.instruments.step import _degrees
 from optax_lossscale.instruments.step import _values
@@ -32,7 +33,7 @@ _SHOWING = (
   operation_table.MOVES
   | operation_table.REARRANGES
   | operation_table.REDUCTIONS
-  | operation_table.BETWEEN_DEVICES
+  | collectives.BETWEEN_DEVICES
 ) - _names("clamp sign") | _names("""
   add add_any and cbrt cholesky complex convert_element_type
   conv_general_dilated cos cosh cumprod cumsum dot_general eig eigh fft log

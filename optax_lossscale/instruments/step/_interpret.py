@@ -27,6 +27,7 @@ import numpy as np
 from optax_lossscale._base import leaves
 from optax_lossscale._base import promises
 from optax_lossscale._jaxpr import calls
+from optax_lossscale._jaxpr import collectives
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._step import states
@@ -453,7 +454,7 @@ def _result_degrees(
     ):
       reason = f"`{name}` mixes members that have an S of their own"
       return [Unknown(reason, False, place)] * count
-    if name == "sort" or name in operation_table.BETWEEN_DEVICES:
+    if name == "sort" or name in collectives.BETWEEN_DEVICES:
       return degrees
     if name in _GROWING:
       grown = _GROWING[name]
@@ -805,7 +806,7 @@ def _updates(jaxpr: core.Jaxpr, named: Sequence[_promised.Promised]) -> bool:
 def _mesh_axes(equation: core.JaxprEqn) -> frozenset[str]:
   """Returns the axes of a mesh over which an operation works."""
   name, params = equation.primitive.name, equation.params
-  if name != "axis_index" and name not in operation_table.BETWEEN_DEVICES:
+  if name != "axis_index" and name not in collectives.BETWEEN_DEVICES:
     return frozenset()
   axes = params.get("axes", params.get("axis_name", ()))
   several = axes if isinstance(axes, (tuple, list, frozenset)) else (axes,)
