@@ -10,7 +10,6 @@ import functools
 import types
 from typing import Any
 
-from chex import ArrayTree
 from flax import nnx
 import jax
 import jax.numpy as jnp

@@ -408,8 +408,8 @@ def reached(x: ArrayLike, limit: float, *, inclusive: bool) -> jax.Array:
   # that computes in a wider dtype round to the dtype of `x` first.
   x = jnp.asarray(x)
   if jnp.iscomplexobj(x):
-    parts = (reached(y, limit, inclusive=inclusive) for y in (x.real, x.imag))
-    return jnp.logical_or(*parts)
+    found = (reached(part, limit, inclusive=inclusive) for part in parts(x))
+    return jnp.logical_or(*found)
   dtype = np.dtype(formats.carrier(x.dtype))
   first = np.array(limit, dtype)
   bits = first.view(f"uint{8 * dtype.itemsize}")

@@ -8,7 +8,6 @@ import contextlib
 import contextvars
 import math
 
-from chex import ArrayTree
 import jax
 from jax import lax
 from jax.extend import core
