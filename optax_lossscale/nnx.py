@@ -44,7 +44,7 @@ class _ScaledValueAndGrad(backward.ScaledValueAndGrad):
     return states.scale_in_use(_find_state(self.optimizer, self.path))
 
   def bind(
-    self, args: tuple[object, ...], batch_argnums: object
+    self, args: tuple[object, ...], batch_argnums: object = None
   ) -> tuple[Any, ...]:
     """Returns what `accumulate` needs, with the variables of the objects."""
     # The arguments that hold variables, by position.

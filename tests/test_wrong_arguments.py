@@ -115,7 +115,8 @@ OWN = {
   "ols.presets.accelerate_train_mode": {"total_steps": 10},
   "ols.raise_if_failed": {"max_consecutive_skips": 5},
   "ols.rules.*.update": {"amax": jnp.float32(1)},
-  "ols.ScaledValueAndGrad.*": {"*": (PARAMS,)},
+  "ols.ScaledValueAndGrad.__call__": {"*": (PARAMS,)},
+  "ols.ScaledValueAndGrad.bind": {"args": (PARAMS, X)},
 }
 # The objects whose methods are called.
 OBJECTS = [

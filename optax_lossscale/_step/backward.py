@@ -62,9 +62,13 @@ class ScaledValueAndGrad:
   argnums: int | Sequence[int] = 0
   has_aux: bool = False
   allow_int: bool = False
-  value_and_grad: Callable[..., Any] = jax.value_and_grad
+  value_and_grad: Callable[..., Any] = dataclasses.field(
+    default_factory=lambda: jax.value_and_grad  # No method of the class.
+  )
 
   def __post_init__(self) -> None:
+    check_argnums(self.argnums, arguments.argnums_as_tuple(self.argnums))
+    arguments.check_function(self.value_and_grad, "value_and_grad")
     arguments.check_fields(
       self, has_aux=arguments.check_flag, allow_int=arguments.check_flag
     )
@@ -90,6 +94,7 @@ class ScaledValueAndGrad:
 
   def at(self, loss_scale: jax.Array) -> Callable[..., tuple[Any, ArrayTree]]:
     """Returns the function at a given S, float32[], usable or not."""
+    loss_scale = jnp.asarray(arguments.as_real_scalar("loss_scale", loss_scale))
     options = {} if self.argnums == 0 else {"argnums": self.argnums}
     if self.allow_int:
       options["allow_int"] = self.allow_int
@@ -126,7 +131,7 @@ class ScaledValueAndGrad:
     return scaled_value_and_grad_fun
 
   def bind(
-    self, args: tuple[object, ...], batch_argnums: object
+    self, args: tuple[object, ...], batch_argnums: object = None
   ) -> tuple[Any, ...]:
     """Returns what `accumulate` needs of a call, for its scan.
 
@@ -142,6 +147,8 @@ class ScaledValueAndGrad:
       without such changes, which takes these values first and returns their
       next ones last; and a function that stores the next values.
     """
+    if not isinstance(args, tuple):
+      raise TypeError(f"`args` must be a tuple, got {arguments.shown(args)}.")
     loss_scale = self.loss_scale()
     places = arguments.find_places(self.argnums, batch_argnums, len(args))
     differentiated = self.at(loss_scale)
@@ -221,7 +228,6 @@ def scaled_value_and_grad(
     >>> ols.scaled_value_and_grad(loss_fn, opt_state)(params)
     (Array(5., dtype=float32), Array([2048., 4096.], dtype=float32))
   """
-  arguments.check_function(value_and_grad, "value_and_grad")
   return ScaledValueAndGrad(
     fun,
     check_arguments(opt_state, argnums, path),

@@ -28,7 +28,6 @@ from optax_lossscale._step import checks
 from optax_lossscale._step import states
 from optax_lossscale.hardware import operation_overflow
 from optax_lossscale.instruments import shared
-from optax_lossscale.instruments import source_lines
 
 # JAX writes this around the scope of an operation of the backward pass.
 _TRANSPOSE = "transpose("
@@ -360,5 +359,5 @@ def _describe(result: _Result, first: _First) -> Place:
       loop["length"] - 1 - int(number) if loop.get("reverse") else int(number)
       for loop, number in zip(loops, first.iterations, strict=False)
     ),
-    source=source_lines.user_line(equations),
+    source=shared.user_line(equations),
   )

@@ -22,7 +22,6 @@ from optax_lossscale._rules import fixed
 from optax_lossscale._step import reasons
 from optax_lossscale._step import states
 from optax_lossscale.instruments import shared
-from optax_lossscale.instruments import source_lines
 from optax_lossscale.instruments.step import _degrees
 from optax_lossscale.instruments.step import _interpret
 from optax_lossscale.instruments.step import _next_values
@@ -793,8 +792,8 @@ def _lines(places: Sequence[_degrees.Place]) -> tuple[Line, ...]:
   """Returns the user's lines of operations, each once."""
   found: dict[Line, None] = {}
   for place in places:
-    source = source_lines.user_line(place) if place else None
-    if source and source_lines.is_own(source):
+    source = shared.user_line(place) if place else None
+    if source and shared.is_own_line(source):
       file, _, line = source.rpartition(":")
       text = linecache.getline(file, int(line)).strip()
       found[file, int(line), text] = None
