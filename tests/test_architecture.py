@@ -16,11 +16,12 @@ PAGE = documents.read("docs/architecture.md")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The most lines of each part, without comments and blank ones, so that nobody
-# saves on comments. Nothing raises a number: what a change adds it pays for.
+# saves on comments. Nothing raises a number: a change that adds lines takes as
+# many out.
 MOST_LINES = {
-  "library": 13_960,
-  "instruments": 6_875,
-  "compiled": 1_270,
+  "library": 13_900,
+  "instruments": 6_653,
+  "compiled": 1_240,
   "plot and cli": 1_150,
 }
 PARTS = {
@@ -44,7 +45,7 @@ BRANCHING = (
 )
 
 # The most lines and functions of all tests, and lines of a function.
-MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 34_440, 1_203, 60
+MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 34_310, 1_203, 60
 
 
 def layers():

@@ -23,10 +23,8 @@ def open_door(
 
   def load(name: str) -> object:
     if name not in rooms:
-      end = remedy or (lambda name: arguments.did_you_mean(name, rooms))
-      raise AttributeError(
-        f"module {module!r} has no attribute {name!r}{end(name)}"
-      )
+      end = remedy(name) if remedy else arguments.did_you_mean(name, rooms)
+      raise AttributeError(f"module {module!r} has no attribute {name!r}{end}")
     room = importlib.import_module(rooms[name], module)
     # The room of "rules" is the submodule `rules` itself.
     return room if rooms[name] == f".{name}" else getattr(room, name)

@@ -139,9 +139,8 @@ def accumulate(
     *args: object, **kwargs: object
   ) -> tuple[Any, ArrayTree, reasons.WindowOverflow]:
     devices.check_mapped("axis_name", names)
-    loss_scale, places, given, like, variables, pure, store = (
-      value_and_grad.bind(args, batch_argnums)
-    )
+    bound = backward.Bound(*value_and_grad.bind(args, batch_argnums))
+    loss_scale, places, like = bound.loss_scale, bound.places, bound.like
     split = _split({i: args[i] for i in places.batched}, k)
 
     def call(
@@ -150,7 +149,7 @@ def accumulate(
       batches: dict[int, object],
     ) -> tuple[Any, ArrayTree, object]:
       current = dict(enumerate(args)) | overwritten | batches
-      result: tuple[Any, Any, Any] = pure(
+      result: tuple[Any, Any, Any] = bound.pure(
         variables, *current.values(), **kwargs
       )
       return result
@@ -159,7 +158,7 @@ def accumulate(
     if like is None:
       _, like, _ = jax.eval_shape(
         lambda *x: call(x[0], {}, jax.tree.map(operator.itemgetter(0), x[1])),
-        variables,
+        bound.variables,
         split,
       )
     is_kept = leaves.are_gradients(like)
@@ -174,7 +173,7 @@ def accumulate(
     ) -> tuple[_Carry, _Outcome]:
       overwritten: dict[int, object] = {}
       if passes_on:
-        changed = leaves.merge(is_overwritten, carry.overwritten, given)
+        changed = leaves.merge(is_overwritten, carry.overwritten, bound.given)
         changed = arguments.argnums_as_tuple(changed)
         overwritten = dict(zip(places.differentiated, changed, strict=True))
       value, scaled_grads, variables = call(
@@ -203,8 +202,8 @@ def accumulate(
       return _Carry(*kept, sums), outcome
 
     start = _Carry(
-      variables,
-      leaves.leave_out(is_overwritten, given if passes_on else like),
+      bound.variables,
+      leaves.leave_out(is_overwritten, bound.given if passes_on else like),
       jax.tree.map(
         lambda x: jnp.zeros_like(x, leaves.at_least_float32(x.dtype)),
         leaves.leave_out(is_summed, like),
@@ -213,7 +212,9 @@ def accumulate(
     end, outcomes = _scan(take_next, start, split, k)
     losses, aux = outcomes.value if has_aux else (outcomes.value, None)
     overflow = reasons.WindowOverflow(outcomes.overflow, outcomes.amax, drop)
-    store(skipping.select(overflow.is_void, variables, end.variables))
+    bound.store(
+      skipping.select(overflow.is_void, bound.variables, end.variables)
+    )
     valid = ~overflow.flags
     counted = valid | ~jnp.any(valid) if drop else jnp.full_like(valid, True)
     means = _means(end.sums, counted, overflow)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 from typing import Any
+from typing import NamedTuple
 
 from chex import ArrayTree
 import jax
@@ -30,6 +31,20 @@ _REMEDIES = {
   "value_and_grad=eqx.filter_value_and_grad",
   "": "pass it in another argument",
 }
+
+
+class Bound(NamedTuple):
+  """What `ScaledValueAndGrad.bind` returns, for a scan over micro-batches."""
+
+  loss_scale: jax.Array
+  places: arguments.Places  # Of the arguments to differentiate and to split.
+  given: Any  # The arguments to differentiate.
+  like: Any  # A tree like the gradients; None if only a trace can tell.
+  variables: object  # The values that a call changes in place.
+  # The function without such changes. It takes the variables first, and returns
+  # their next values last.
+  pure: Callable[..., Any]
+  store: Callable[[Any], None]  # Stores the last values.
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -72,8 +87,8 @@ class ScaledValueAndGrad:
     arguments.check_fields(
       self, has_aux=arguments.check_flag, allow_int=arguments.check_flag
     )
-    # As `functools.wraps` does, but the attributes of a callable object must
-    # not replace those above.
+    # As `functools.wraps` does, which a frozen object refuses. The attributes
+    # of a callable `fun` must not replace those above.
     for name in functools.WRAPPER_ASSIGNMENTS:
       if hasattr(self.fun, name):
         vars(self)[name] = getattr(self.fun, name)
@@ -141,11 +156,7 @@ class ScaledValueAndGrad:
         differentiated.
 
     Returns:
-      S; which arguments are differentiated and which are split, as positions;
-      those that are differentiated; a tree like the gradients, or None if only
-      a trace can tell; the values of what a call changes in place; a function
-      without such changes, which takes these values first and returns their
-      next ones last; and a function that stores the next values.
+      The fields of a `Bound`.
     """
     if not isinstance(args, tuple):
       raise TypeError(f"`args` must be a tuple, got {arguments.shown(args)}.")
@@ -156,7 +167,8 @@ class ScaledValueAndGrad:
       self.argnums, tuple(args[i] for i in places.differentiated)
     )
     like = None  # A model may hold more than its gradients.
-    if self.value_and_grad is jax.value_and_grad:
+    is_own = type(self).at is ScaledValueAndGrad.at
+    if is_own and self.value_and_grad is jax.value_and_grad:
       like = given = leaves.as_arrays(given)
 
     def pure(
@@ -164,7 +176,9 @@ class ScaledValueAndGrad:
     ) -> tuple[object, ...]:
       return (*differentiated(*args, **kwargs), variables)
 
-    return loss_scale, places, given, like, (), pure, lambda variables: None
+    return Bound(
+      loss_scale, places, given, like, (), pure, lambda variables: None
+    )
 
 
 @arguments.explained

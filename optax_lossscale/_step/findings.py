@@ -19,8 +19,7 @@ from optax_lossscale._base import siblings
 from optax_lossscale._step import checks
 from optax_lossscale._step import reasons
 
-_LARGEST = float(np.finfo(np.float32).max)
-_FLOAT16 = float(np.finfo(np.float16).max)
+_FLOAT16 = formats.largest(jnp.float16)
 _SMALLEST = float(np.finfo(np.float32).smallest_normal)
 
 
@@ -146,7 +145,7 @@ def _add_reasons(
   for value in reasons.magnitudes(amax):
     flag |= ~jnp.isfinite(value)
     # No float32 value can reach a limit that float32 cannot hold.
-    if measured.least is not None and measured.least <= _LARGEST:
+    if measured.least is not None and measured.least <= reasons.LARGEST:
       bound = np.float32(measured.least)
       flag |= value >= bound if check.saturating else value > bound
     elsewhere.append(value)
@@ -155,7 +154,7 @@ def _add_reasons(
 
 def _share(amax: jax.Array, limit: float) -> jax.Array:
   # Every float32 value is a negligible share of a limit beyond float32.
-  return amax * 0 if limit > _LARGEST else bits.divide(amax, limit)
+  return amax * 0 if limit > reasons.LARGEST else bits.divide(amax, limit)
 
 
 def agree(finding: Finding, names: tuple[Hashable, ...]) -> Finding:

@@ -14,11 +14,12 @@ import numpy as np
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
+from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
 from optax_lossscale._base import promises
 from optax_lossscale._base.arguments import shown
 
-_LARGEST = float(np.finfo(np.float32).max)
+LARGEST = formats.largest(jnp.float32)
 
 
 @jax.tree_util.register_dataclass
@@ -177,6 +178,6 @@ def to_float32(value: object) -> jax.Array:
   numpy = jnp if is_jax else np
   array = numpy.asarray(value)
   if array.dtype == np.float64:
-    clipped = numpy.clip(array, -_LARGEST, _LARGEST)
+    clipped = numpy.clip(array, -LARGEST, LARGEST)
     array = numpy.where(numpy.isfinite(array), clipped, array)
   return jnp.asarray(array, jnp.float32)

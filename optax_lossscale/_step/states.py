@@ -253,7 +253,7 @@ def after_unscaled(
   inner_state: optax.OptState,
   skipped: jax.Array | None,
 ) -> LossScalingState:
-  """Returns the state after a step without a rule, which None cannot skip."""
+  """Returns the state after a step without a rule; None is for no flag."""
   last = state.last_step
   is_skipped = jnp.zeros_like(last.skipped) if skipped is None else skipped
   return state._replace(
@@ -268,7 +268,7 @@ def _counts_after(
   skipped: jax.Array | None,
   by_request: jax.Array | None,
 ) -> StepCounts:
-  """Returns the counts after a step, which None says cannot be skipped."""
+  """Returns the counts after a step; None stands for a step without a skip."""
   if skipped is None:
     return counts._replace(
       applied_steps=jnp.asarray(optax.safe_increment(counts.applied_steps)),

@@ -56,7 +56,8 @@ def float_status(
       saturates, where the largest finite value counts like inf. `dtype` is that
       of the operations to check: one floating dtype, a tuple of dtypes, or None
       for all that have a sign and 8 bits or more. A complex dtype counts as
-      that of its parts: complex64 as float32.
+      that of its parts: complex64 as float32. With `saturated`, an operation
+      overflows only if no input has reached the limit of its own dtype.
 
   Returns:
     A function with the same arguments as `fun` that returns the result of `fun`

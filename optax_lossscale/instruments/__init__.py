@@ -42,11 +42,10 @@ _ROOMS = {
   "write_history": ".run",
 }
 
-__all__ = sorted(_ROOMS)
-
-if not _typing.TYPE_CHECKING:
+if not _typing.TYPE_CHECKING:  # Type checkers read the rooms themselves.
+  __all__ = sorted(_ROOMS)
   __getattr__ = _doors.open_door(__name__, _ROOMS)
 
 
 def __dir__() -> list[str]:
-  return __all__
+  return sorted(_ROOMS)

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 import numpy as np
 
 from optax_lossscale._base import arguments
+from optax_lossscale._base import formats
 
 # float32 has this many bits after the binary point.
 _FRACTION_BITS = 23
@@ -74,7 +75,7 @@ def fitting_exponent(
 ) -> jax.Array:
   """Returns the largest e such that amax fits into `dtype` with S = 2**e."""
   # S is rounded down to a power of two, so the result may be 1 too small.
-  mantissa, limit_exponent = math.frexp(float(jnp.finfo(dtype).max))
+  mantissa, limit_exponent = math.frexp(formats.largest(dtype))
   limit_fraction = int((2 * mantissa - 1) * 2**_FRACTION_BITS)
   bits = lax.bitcast_convert_type(amax, jnp.int32)
   fraction = bits & (2**_FRACTION_BITS - 1)

@@ -17,6 +17,7 @@ import numpy as np
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
+from optax_lossscale._base import formats
 from optax_lossscale._base import leaves as _leaves
 from optax_lossscale._base import switches
 from optax_lossscale._jaxpr import calls
@@ -186,7 +187,7 @@ def _nonfinite_argument(
     ):
       if not _leaves.is_gradient(leaf) or _leaves.overwrites(path):
         continue
-      largest = float(jnp.finfo(leaf.dtype).max)
+      largest = formats.largest(leaf.dtype)
       is_nonfinite = bits.reached(leaf, largest, inclusive=False)
       if elements := int(jnp.sum(is_nonfinite)):
         return Place(

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import optax
 
 from optax_lossscale._base import arguments
+from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
 from optax_lossscale._base import switches
 from optax_lossscale._base.arguments import shown
@@ -74,7 +75,7 @@ class History(NamedTuple):
     dtype = arguments.check_dtype("dtype", dtype)
     amax = np.asarray(self.amax, np.float64)
     is_known = np.isfinite(amax) & (amax > 0)
-    largest = float(jnp.finfo(dtype).max)
+    largest = formats.largest(dtype)
     return np.log2(largest / np.where(is_known, amax, np.nan))
 
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import optax
 
 from optax_lossscale._base import arguments
+from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
 from optax_lossscale._base import switches
 from optax_lossscale._rules import base
@@ -174,7 +175,7 @@ class Known(NamedTuple):
 def limit_of(dtype: DTypeLike) -> float:
   """Returns the largest amax that does not overflow."""
   # amax is a float32, so larger values are inf for any dtype.
-  return min(float(jnp.finfo(dtype).max), arguments.LARGEST_SCALE)
+  return min(formats.largest(dtype), arguments.LARGEST_SCALE)
 
 
 def known_steps(history: _history.History, limit: float) -> Known:

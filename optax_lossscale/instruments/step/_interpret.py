@@ -116,10 +116,10 @@ class Interpreter:
 
   def __init__(
     self,
-    named: Sequence[_promised.Promised],
+    promised: Sequence[_promised.Promised],
     overflowing: frozenset[leaves.Path | Place] = frozenset(),
   ) -> None:
-    self._named = named
+    self._promised = promised
     self._overflowing = overflowing
     self._around: Place = ()
     # By number and place, since a loop's body is interpreted several times.
@@ -137,7 +137,7 @@ class Interpreter:
   def _equation(self, equation: core.JaxprEqn, inputs: Values) -> Values:
     number = promises.number_of(equation)
     if number is not None:
-      outputs = self._named_call(number, equation, inputs)
+      outputs = self._promised_call(number, equation, inputs)
       if outputs is not None:
         return outputs
     form = calls.form(equation)
@@ -223,7 +223,7 @@ class Interpreter:
     bodies = calls.bodies(equation)
     if index.constant is not None:
       bodies = [bodies[min(max(int(index.constant), 0), len(bodies) - 1)]]
-    updating = [x for x in bodies if _updates(x.jaxpr, self._named)]
+    updating = [x for x in bodies if _updates(x.jaxpr, self._promised)]
     results = [self.run(x.jaxpr, [inputs[i] for i in x.inputs]) for x in bodies]
     if self._overflowing and updating:
       # `update` only sees an overflow in a branch that updates. Another branch
@@ -406,10 +406,10 @@ class Interpreter:
 
   # ---- The library's own calls.
 
-  def _named_call(
+  def _promised_call(
     self, number: int, equation: core.JaxprEqn, inputs: Values
   ) -> Values | None:
-    call = self._named[number]
+    call = self._promised[number]
     if len(jax.tree.leaves(call.inputs)) != len(inputs):
       return None  # A derivative of the call.
     place = (*self._around, equation)
@@ -795,11 +795,13 @@ def position_of_scale(rule_state: object) -> int:
   return int(jax.tree.leaves(rule_state)[marked.index(-1)])
 
 
-def _updates(jaxpr: core.Jaxpr, named: Sequence[_promised.Promised]) -> bool:
+def _updates(jaxpr: core.Jaxpr, promised: Sequence[_promised.Promised]) -> bool:
   """Returns whether `update` of loss_scaling runs in a jaxpr."""
   numbers = map(promises.number_of, jaxpr.eqns)
-  return any(x is not None and named[x].kind == "move" for x in numbers) or any(
-    _updates(x.jaxpr, named) for y in jaxpr.eqns for x in calls.bodies(y)
+  return any(
+    x is not None and promised[x].kind == "move" for x in numbers
+  ) or any(
+    _updates(x.jaxpr, promised) for y in jaxpr.eqns for x in calls.bodies(y)
   )
 
 
