@@ -505,6 +505,30 @@ def test_a_function_that_does_not_scale_the_loss_is_refused(function, got):
     ols.accumulate(function, microbatches=2)
 
 
+class OnlyW(ols.ScaledValueAndGrad):
+  """Differentiates in another way: with respect to a part of a model."""
+
+  def at(self, loss_scale):
+    def value_and_grad(params, batch):
+      def scaled(w):
+        loss = self.fun(params | {"w": w}, batch)
+        return loss * loss_scale, loss
+
+      (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(params["w"])
+      return loss, {"w": grads}
+
+    return value_and_grad
+
+
+def test_a_gradient_function_of_another_kind_is_accumulated():
+  value_and_grad = OnlyW(loss_fn, 8.0)
+  model = PARAMS | {"name": "no array"}
+  loss, grads = value_and_grad(model, BATCH)
+  assert_close(grads, {"w": 8 * exact_gradients(BATCH)["w"]})
+  mean, means, _ = ols.accumulate(value_and_grad, microbatches=4)(model, BATCH)
+  assert_close((mean, means), (loss, grads))
+
+
 def test_argnums_in_the_function_that_differentiates_are_refused():
   differentiate = functools.partial(jax.value_and_grad, argnums=1)
   value_and_grad = ols.scaled_value_and_grad(
