@@ -45,7 +45,7 @@ BRANCHING = (
 )
 
 # The most lines and functions of all tests, and lines of a function.
-MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 34_310, 1_203, 60
+MOST_TEST_LINES, MOST_TEST_FUNCTIONS, LONGEST_TEST = 34_330, 1_203, 60
 
 
 def layers():
