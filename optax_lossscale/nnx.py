@@ -40,7 +40,7 @@ class _ScaledValueAndGrad(backward.ScaledValueAndGrad):
   path: str | None
 
   def loss_scale(self) -> jax.Array:
-    """Returns S, found anew since the optimizer moves it in place."""
+    """Returns the present S, since each step moves it in place."""
     return states.scale_in_use(_find_state(self.optimizer, self.path))
 
   def bind(

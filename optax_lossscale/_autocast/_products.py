@@ -249,7 +249,7 @@ def _named(operand: Operand) -> Operand:
 
 
 def _quotients(x: jax.Array, largest: float) -> tuple[jax.Array, jax.Array]:
-  """Returns the quotients themselves, which is what `_powers` promises."""
+  """Returns the quotients themselves, as `_powers` promises."""
   amax = jnp.max(jnp.abs(x))
   return largest / amax, amax / largest
 

@@ -35,7 +35,7 @@ LARGEST_SCALE = float(np.finfo(np.float32).max)
 # Counters are int32 and stop at this value instead of wrapping around.
 LARGEST_COUNT = 2**31 - 1
 
-# Arguments of other systems, with what there is here instead.
+# Arguments of other systems, each with the one to use here.
 _OF_OTHERS = {
   "enabled": "loss_scaling(inner, None) switches loss scaling off, and the "
   "level O0 switches autocast off",

@@ -11,15 +11,15 @@ FLOAT32 = np.dtype(np.float32)
 
 # The low precisions of `autocast` and the policies.
 LOW = ("float16", "bfloat16")
-# The formats of a product's operands in float8, each with that of its
-# gradients, which has more range.
+# The formats of a product's operands in float8, each with the format
+# of its gradients, which has more range.
 FLOAT8: Mapping[str, np.dtype] = {
   "float8_e4m3fn": np.dtype(jnp.float8_e5m2),
   "float8_e4m3fnuz": np.dtype(jnp.float8_e5m2fnuz),
 }
 # All that JAX has, except for float8_e8m0fnu, which has no sign.
 SIGNED_FLOAT8 = tuple(x for x in dir(jnp) if re.match(r"float8_(?!e8m0)", x))
-# What the command line offers.
+# The choices of the command line.
 NARROW = (*LOW, "float8_e4m3fn", "float8_e5m2")
 
 

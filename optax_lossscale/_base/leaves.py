@@ -154,7 +154,7 @@ def in_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def _quotients(tree: Tree, loss_scale: jax.Array) -> Tree:
-  """Returns the plain quotients, which is what `unscale` promises."""
+  """Returns the plain quotients, as `unscale` promises."""
   return jax.tree.map(
     lambda x: x / loss_scale.astype(x.dtype) if is_gradient(x) else x,
     widen(tree),

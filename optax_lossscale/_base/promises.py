@@ -1,4 +1,4 @@
-"""What the library promises of its functions, for an analysis of a step.
+"""Promises about functions of the library, for an analysis of a step.
 
 No general rule could follow decisions that compare numbers or read bits. So
 `check_step` takes the functions that are marked here at their word;
@@ -42,7 +42,7 @@ class Analysis(Protocol):
     """Returns what a function returns, by one call that the reader knows."""
 
 
-# The reader of what is traced in this thread, or None.
+# The reader of this thread's trace, or None.
 analysis: contextvars.ContextVar[Analysis | None] = contextvars.ContextVar(
   "analysis", default=None
 )
@@ -60,7 +60,7 @@ def promise(
 
   Args:
     kind: what is promised; the table in docs/architecture.md says it in words.
-    static: the names of arguments that are no trees of arrays.
+    static: the names of the arguments that are not trees of arrays.
     assume: the function that is read instead. Without it, the reader sees one
       call of this kind, and knows what that means.
   """

@@ -34,7 +34,7 @@ _REMEDIES = {
 
 
 class Bound(NamedTuple):
-  """What `ScaledValueAndGrad.bind` returns, for a scan over micro-batches."""
+  """The fields of `ScaledValueAndGrad.bind`, for a scan over micro-batches."""
 
   loss_scale: jax.Array
   places: arguments.Places  # Of the arguments to differentiate and to split.

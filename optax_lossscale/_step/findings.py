@@ -52,7 +52,7 @@ class Outcome(NamedTuple):
 
 
 class _Measured(NamedTuple):
-  """What the check finds in gradients alone."""
+  """The check's findings about gradients alone."""
 
   flag: jax.Array  # bool[], True for an overflow.
   amaxes: list[jax.Array]

@@ -1,4 +1,4 @@
-"""What a caller may pass to `update` as `overflow=`, `skip=` and `amax=`."""
+"""The caller's reasons in `update`: `overflow=`, `skip=` and `amax=`."""
 
 from collections.abc import Sequence
 import contextlib
@@ -122,7 +122,7 @@ def requested(skip: object) -> jax.Array:
 
 
 def listed(reasons: object) -> Sequence[object]:
-  """Returns the reasons that a caller passed, of which one may be alone."""
+  """Returns the reasons that a caller passed, also if it is only one."""
   is_one = isinstance(reasons, FloatStatus)
   return (
     [reasons] if is_one or not isinstance(reasons, (list, tuple)) else reasons

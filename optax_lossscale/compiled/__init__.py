@@ -1,4 +1,4 @@
-"""What compilers for devices that are absent make of a step."""
+"""Compiles a step for absent devices, and reports on the result."""
 
 from optax_lossscale.compiled._compile_report import compile_report
 from optax_lossscale.compiled._compile_report import CompiledStep

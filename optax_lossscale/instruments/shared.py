@@ -1,4 +1,4 @@
-"""What several rooms need: a bound step, gradients by name, source lines."""
+"""Shared by the rooms: a bound step, gradients by name, source lines."""
 
 from collections.abc import Callable
 from collections.abc import Mapping

@@ -38,8 +38,8 @@ _P = ParamSpec("_P")
 # The states of a preset: of its engine, or of its fixed S.
 PresetState = engine.DynamicLossScaleState | fixed.FixedLossScaleState
 
-# What the engine calls a column, other systems call by any of these names. An
-# argument of such a name fills the column, unless a declaration says otherwise.
+# The names that other systems have for the engine's columns. An argument of
+# such a name fills the column, unless a declaration says otherwise.
 _NAMES = {
   "init_scale": "init_scale initial_scale init_loss_scale initial_loss_scale "
   "init_loss_scaling loss_scale_value",

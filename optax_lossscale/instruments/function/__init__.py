@@ -1,4 +1,4 @@
-"""What a precision does to a function: errors, dtypes, the first overflow."""
+"""The effect of a precision on a function: errors, dtypes, an overflow."""
 
 from optax_lossscale.instruments.function._gradient_error import gradient_error
 from optax_lossscale.instruments.function._gradient_error import (

@@ -1,4 +1,4 @@
-"""What a run did: histories, replays, advice, statistics of leaves."""
+"""Histories of a run, replays, advice and statistics of leaves."""
 
 from optax_lossscale.instruments.run._advise import Advice
 from optax_lossscale.instruments.run._advise import advise

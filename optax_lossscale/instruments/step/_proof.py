@@ -309,7 +309,7 @@ class _Case(NamedTuple):
   Attributes:
     step: the step.
     flags: the flags' truth by position.
-    events: the named calls of a step that is applied.
+    events: the promised calls of a step that is applied.
     applied: the outputs of such a step.
     skipped: those if a state overflows, by its path.
   """
@@ -321,7 +321,7 @@ class _Case(NamedTuple):
   skipped: Mapping[Path, Sequence[Value]]
 
   def of_kind(self, *kinds: str) -> list[_interpret.Event]:
-    """Returns the named calls of some kinds."""
+    """Returns the promised calls of some kinds."""
     return [x for x in self.events if x.kind in kinds]
 
 
