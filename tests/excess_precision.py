@@ -15,24 +15,22 @@ import jax.numpy as jnp
 
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
-from optax_lossscale._jaxpr import operation_table
+from optax_lossscale._jaxpr import operations
 from optax_lossscale._jaxpr import throughout
+from optax_lossscale._jaxpr.operations import Elements
+from optax_lossscale._jaxpr.operations import Flag
+from optax_lossscale._jaxpr.operations import Size
 
 # These pass on what they are given, rounded or not.
-_MOVES = operation_table.names("""
-  broadcast_in_dim concatenate copy dynamic_slice expand_dims gather pad reshape
-  rev select_n slice split squeeze transpose
-""")
+_MOVES = operations.names(Elements.PERMUTES) | {
+  *("broadcast_in_dim", "concatenate", "dynamic_slice", "gather", "pad"),
+  *("select_n", "slice", "split"),
+}
 # In the stronger sense, these compute in float32 for narrower dtypes.
-_COMPUTES = (
-  operation_table.MOVES
-  | operation_table.ELEMENTWISE
-  | operation_table.COMPARISONS
-  | operation_table.REDUCTIONS
-) - operation_table.names("""
-  bitcast_convert_type convert_element_type nextafter optimization_barrier
-  reduce_precision
-""")
+_COMPUTES = operations.names(
+  Size.MOVES, Elements.EACH, Elements.TESTS, Elements.REDUCES
+) - {"convert_element_type", "optimization_barrier"}
+_COMPUTES -= operations.names(Flag.BITS)
 # XLA does not look through the buffers of these.
 _BUFFERED = (
   calls.Form.COND,

@@ -18,28 +18,27 @@ from optax_lossscale._base import leaves
 from optax_lossscale._base.formats import FLOAT32
 from optax_lossscale._base.formats import largest
 from optax_lossscale._jaxpr import interpreter
-from optax_lossscale._jaxpr import operation_table
+from optax_lossscale._jaxpr import operations
 from optax_lossscale._jaxpr import scopes
 from optax_lossscale._jaxpr.interpreter import Array
+from optax_lossscale._jaxpr.operations import Cast
+from optax_lossscale._jaxpr.operations import Elements
+from optax_lossscale._jaxpr.operations import Flag
+from optax_lossscale._jaxpr.operations import Form
 
 _Kind = _value.Kind
 _Treatment = levels.Treatment
 _Values = Sequence[_value.Value]
 
-_OF_PARAMETERS = operation_table.JOINS | {"add", "add_any", "mul", "square"}
-_REARRANGES = operation_table.REARRANGES | {"reshard", "sharding_constraint"}
+_OF_PARAMETERS = operations.names(Flag.PARAMETER, Elements.JOINS)
+_REARRANGES = operations.names(Elements.PERMUTES) | {
+  "reshard",
+  "sharding_constraint",
+}
 _ARITHMETIC = ("add", "div", "mul", "neg", "sub")
 # If an input of these operations contains a large number, so does the result.
 # Other operations have a bounded result, or one whose magnitude is unknown.
-_KEEP_SPAN = (
-  operation_table.JOINS
-  | levels.PRODUCTS
-  | levels.SUMS
-  | {"abs", "add", "add_any", "mul", "neg", "sqrt", "sub"}
-)
-
-# The results of these operations depend on the bits of the dtype.
-_OF_BITS = frozenset(["bitcast_convert_type", "nextafter", "reduce_precision"])
+_KEEP_SPAN = operations.names(Flag.SPAN, Elements.JOINS, Cast.PRODUCT, Cast.SUM)
 
 
 def evaluate(
@@ -49,28 +48,27 @@ def evaluate(
   dtypes: frozenset[np.dtype],
 ) -> _Values:
   """Runs an operation as `decision` says, and returns its outputs."""
-  name = equation.primitive.name
-  moves = operation_table.moves(equation)
+  row, moves = operations.of(equation), operations.moves(equation)
   if (
     decision.treatment is _Treatment.WRITTEN
-    or name in _OF_BITS
+    or Flag.BITS in row.flags
     or not _is_among(equation, dtypes)
   ):
     return _run_as_written(equation, inputs)
-  if name == "convert_element_type":
+  if row.form is Form.CONVERTS:
     return _convert(equation, inputs)
-  if operation_table.name_of(equation) in levels.SUMS:
+  if operations.name_of(equation) in levels.SUMS:
     with scopes.note("a sum"):
       return _run_sum(equation, inputs, decision)
-  if name in levels.PRODUCTS:
+  if row.cast is Cast.PRODUCT:
     return _run_product(equation, inputs, decision)
-  if name in operation_table.COMPARISONS:
+  if row.elements is Elements.TESTS:
     return _run_in_dtype(equation, inputs, _find_widest(inputs), decision)
-  is_join = name in operation_table.JOINS
+  is_join = row.elements is Elements.JOINS
   if moves and not (is_join or decision.treatment is _Treatment.BLACK):
     with scopes.note(_Kind.COMPUTED.value):
       return _run_move(equation, inputs)
-  if moves or is_join or name in operation_table.ELEMENTWISE:
+  if moves or is_join or row.elements is Elements.EACH:
     dtype, kind = _choose(equation, inputs, decision)
     return _run_in_dtype(equation, inputs, dtype, decision, kind)
   return _run_as_written(equation, inputs)
@@ -179,8 +177,9 @@ def _run_sum(
 ) -> _Values:
   """Evaluates a sum in float32, whatever the dtypes of input and output."""
   treatment, dtype = decision.treatment, decision.dtype
-  name = operation_table.name_of(equation)
-  is_reduction = name in operation_table.REDUCTIONS or name == "vecdot"
+  is_reduction = operations.of(equation).elements is Elements.REDUCES
+  # A product of vectors, since those of matrices are not run as sums.
+  is_reduction |= equation.primitive.name == "dot_general"
   is_low = treatment in (_Treatment.LOW, _Treatment.LOW_BUT_NORMS)
   # A sum may not fit in low precision, even if the mean made from it does.
   is_statistic = (is_reduction and is_low) or _stay_float32(inputs)
@@ -272,7 +271,7 @@ def _convert_input(
   output: Any = equation.outvars[0].aval
   if (
     x.kind is _Kind.GIVEN
-    and equation.primitive.name in operation_table.ELEMENTWISE
+    and operations.of(equation).elements is Elements.EACH
     and x.dtype != dtype
     and x.array.shape != output.shape
   ):
@@ -303,12 +302,12 @@ def _choose(
   kinds = {x.kind for x in floats}
   if kinds == {_Kind.CONSTANT}:
     return FLOAT32, _Kind.CONSTANT
-  is_join = equation.primitive.name in operation_table.JOINS
+  is_join = operations.of(equation).elements is Elements.JOINS
   if is_join and all(x.kind.is_neutral for x in floats):
     # For example, the biases of several gates are joined into one array.
     return _find_widest(floats), _Kind.GIVEN
   is_given = _stay_float32(floats)
-  name = operation_table.name_of(equation)
+  name = operations.name_of(equation)
   if treatment is _Treatment.BLACK:
     return FLOAT32, _Kind.STATISTIC if is_given else _Kind.COMPUTED
   if decision.is_override:

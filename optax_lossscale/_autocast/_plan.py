@@ -19,8 +19,10 @@ import numpy as np
 from optax_lossscale._autocast import levels
 from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import calls
-from optax_lossscale._jaxpr import operation_table
+from optax_lossscale._jaxpr import operations
 from optax_lossscale._jaxpr import scopes
+from optax_lossscale._jaxpr.operations import Elements
+from optax_lossscale._jaxpr.operations import Flag
 
 _Treatment = levels.Treatment
 
@@ -45,7 +47,7 @@ class Use(NamedTuple):
 class Step:
   """How to evaluate one equation."""
 
-  # The operation's name (see `operation_table.name_of`) and its scope.
+  # The operation's name (see `operations.name_of`) and its scope.
   name: str
   scope: str
   # True if the equation is a product in low precision, or contains one.
@@ -70,20 +72,9 @@ class Plan:
   inputs: Sequence[Use] = ()
 
 
-# Primitives that hold a jaxpr but count as one operation, because their jaxpr
-# only combines two numbers.
-_COMBINING = operation_table.names("""
-  reduce reduce_window scatter scatter-add scatter-max scatter-min scatter-mul
-  select_and_scatter select_and_gather_add
-""")
-# These operations save nothing for the backward pass, so float32 costs no extra
-# memory. The same holds for multiplication by a constant. (`reduce_max` is
-# listed for softmax, which does not differentiate its maximum, and cubes and
-# squares for a sum that follows, the only user of their results.)
-_LINEAR = operation_table.names("""
-  add add_any concatenate cube neg pad reduce_max select_n square stack
-  stop_gradient sub
-""")
+# Those that save nothing for the backward pass, as does multiplication by a
+# constant.
+_LINEAR = operations.names(Flag.LINEAR)
 
 
 def make_plan(
@@ -108,7 +99,7 @@ def _decide(jaxpr: core.Jaxpr, recipe: levels.Recipe, scope: str) -> Plan:
   # The variables that depend only on literals.
   constants: set[core.Var] = set()
   for equation in jaxpr.jaxpr.eqns:
-    name = operation_table.name_of(equation)
+    name = operations.name_of(equation)
     where = scopes.join(scope, str(equation.source_info.name_stack))
     inside = recipe
     if calls.form(equation) is calls.Form.CUSTOM_JVP:
@@ -239,8 +230,9 @@ def _use_inputs(
 
 
 def _only_moves(equation: core.JaxprEqn, name: str) -> bool:
-  is_move = operation_table.moves(equation) or name == "convert_element_type"
-  return is_move and name not in _LINEAR | operation_table.JOINS
+  is_move = operations.moves(equation) or name == "convert_element_type"
+  is_join = operations.of(equation).elements is Elements.JOINS
+  return is_move and not is_join and name not in _LINEAR
 
 
 def _is_guard(equation: core.JaxprEqn) -> bool:
@@ -253,8 +245,10 @@ def _is_guard(equation: core.JaxprEqn) -> bool:
 
 def _is_unknown(equation: core.JaxprEqn) -> bool:
   """Returns whether an operation holds a jaxpr but is in no table."""
-  name = equation.primitive.name
-  if name in calls.TABLE or name in _COMBINING:
+  if (
+    equation.primitive.name in calls.TABLE
+    or Flag.COMBINES in operations.of(equation).flags
+  ):
     return False
   parameters = equation.params.values()
   several = [x if isinstance(x, (tuple, list)) else [x] for x in parameters]

@@ -18,8 +18,8 @@ from optax_lossscale._autocast import full_precision
 from optax_lossscale._autocast import levels
 from optax_lossscale._autocast import marks
 from optax_lossscale._base import arguments
-from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._jaxpr import scopes
+from optax_lossscale._jaxpr.operations import name_of
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -174,7 +174,7 @@ def autocast(
     recording = marks.record(recipe, fun, args, kwargs)
     jaxpr = recording.jaxpr
     operations_of_fun = {
-      (scope, operation_table.name_of(equation))
+      (scope, name_of(equation))
       for scope, equation, _ in scopes.operations(jaxpr)
     }
     program = _program.MixedProgram(recipe.of(operations_of_fun))

@@ -11,7 +11,7 @@ from jax.extend import core
 from optax_lossscale._autocast import levels
 from optax_lossscale._base import formats
 from optax_lossscale._jaxpr import interpreter
-from optax_lossscale._jaxpr import operation_table
+from optax_lossscale._jaxpr import operations
 from optax_lossscale._jaxpr import scopes
 
 _is_refused: contextvars.ContextVar[bool] = contextvars.ContextVar(
@@ -66,8 +66,8 @@ def refuse_autocast() -> None:
 
 def _check_products(jaxpr: core.Jaxpr) -> None:
   for scope, equation, _ in scopes.operations(jaxpr):
-    name = operation_table.name_of(equation)
-    dtype = operation_table.dtype_of(equation)
+    name = operations.name_of(equation)
+    dtype = operations.dtype_of(equation)
     if name in levels.PRODUCTS and formats.is_low(dtype):
       raise ValueError(
         "`loss_fn` must be in full precision, since training ends in full "

@@ -24,15 +24,15 @@ from optax_lossscale._base.formats import FLOAT8
 from optax_lossscale._base.formats import FLOAT32
 from optax_lossscale._base.formats import is_float8
 from optax_lossscale._base.formats import LOW
-from optax_lossscale._jaxpr import operation_table
 from optax_lossscale._jaxpr import scopes
+from optax_lossscale._jaxpr.operations import Cast
+from optax_lossscale._jaxpr.operations import NAMES
+from optax_lossscale._jaxpr.operations import names
 
 # Hardware computes matrix products and convolutions many times faster in low
 # precision, while accumulating in float32. Other systems also list
 # attention and recurrent cells, which in JAX consist of these operations.
-PRODUCTS = operation_table.names("""
-  conv_general_dilated dot_general ragged_dot ragged_dot_general
-""")
+PRODUCTS = names(Cast.PRODUCT)
 
 # Functions that grow so fast that float16 overflows early (exp at 12), or whose
 # slope near 0 or 1 matters. TensorFlow lets log follow its input. PyTorch runs
@@ -40,29 +40,20 @@ PRODUCTS = operation_table.names("""
 # cubes follow their input, as they do in the activations of a layer with
 # `dtype=`. Before a sum, however, squares and cubes are in float32. The inverse
 # functions are steep at the ends of their domain, where float16 has few values.
-STEEP = operation_table.names("""
-  acos acosh asin asinh atanh cosh erf_inv exp exp2 expm1 integer_pow log log1p
-  log2 pow reciprocal rsqrt sinh tan
-""")
+STEEP = names(Cast.STEEP)
 
 # Long sums lose small terms: in float16, 2048 + 1 is 2048. So every level
 # accumulates sums in float32. The results of these sums also stay in float32,
 # and so does the rest of a softmax, a mean or a norm.
-SUMS = operation_table.names("""
-  cumlogsumexp cumprod cumsum psum psum_invariant reduce_prod reduce_scatter
-  reduce_sum reduce_window_sum scatter-add scatter-mul vecdot
-""")
+SUMS = names(Cast.SUM)
 
 # Functions computed by series or continued fractions with many terms. Nobody
 # runs these in low precision, so no level does.
-SPECIAL = operation_table.names("""
-  bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma
-  regularized_incomplete_beta zeta
-""")
+SPECIAL = names(Cast.SPECIAL)
 
 # MindSpore's level "auto" runs BiasAdd, AddN and Concat in the widest dtype
 # among their inputs, even if that is the dtype of a parameter.
-PROMOTING = operation_table.names("add add_any concatenate")
+PROMOTING = names(Cast.PROMOTES)
 
 # Patterns for the scopes that stay in float32, each for one part of a scope.
 # NORM_SCOPES matches the default names of Flax Linen's norms.
@@ -239,7 +230,7 @@ class Recipe:
   def of(self, operations: Collection[tuple[str, str]]) -> "Recipe":
     """Returns the recipe for a function that has these (scope, name) pairs."""
     _check_patterns(self.overrides, {scope for scope, _ in operations})
-    known = operation_table.NAMES.union(
+    known = NAMES.union(
       (name for _, name in operations),
       *(level.listed for level in LEVELS.values()),
     )

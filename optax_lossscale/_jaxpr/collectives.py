@@ -6,30 +6,23 @@ from collections.abc import Iterator
 from jax.extend import core
 
 from optax_lossscale._jaxpr import calls
+from optax_lossscale._jaxpr import operations
+from optax_lossscale._jaxpr.operations import Flag
 
-# Those that add up values, and those that move or choose them.
-SUMS = frozenset({"psum", "psum_invariant", "reduce_scatter"})
-EXCHANGES = frozenset(
-  {
-    "all_gather",
-    "all_gather_invariant",
-    "all_gather_reduced",
-    "all_to_all",
-    "pmax",
-    "pmin",
-    "ppermute",
-    "ragged_all_to_all",
-  }
-)
-BETWEEN_DEVICES = SUMS | EXCHANGES
+BETWEEN_DEVICES = Flag.SUMS | Flag.EXCHANGES
+
+
+def axes_of(equation: core.JaxprEqn) -> tuple[Hashable, ...]:
+  """Returns the axes, of arrays or between devices, that an operation names."""
+  found = equation.params.get("axes", equation.params.get("axis_name", ()))
+  is_several = isinstance(found, (tuple, list, frozenset))
+  return tuple(found) if is_several else (found,)
 
 
 def axes(jaxpr: core.Jaxpr) -> Iterator[Hashable]:
   """Yields the axes along which a jaxpr combines the values of devices."""
   for equation in calls.close(jaxpr).jaxpr.eqns:
-    if equation.primitive.name in BETWEEN_DEVICES:
-      parameters = equation.params
-      found = parameters.get("axes", parameters.get("axis_name"))
-      yield from found if isinstance(found, (tuple, list)) else (found,)
+    if operations.of(equation).flags & BETWEEN_DEVICES:
+      yield from axes_of(equation)
     for body in calls.bodies(equation):
       yield from axes(body.jaxpr)

@@ -19,7 +19,6 @@ from optax_lossscale._base import leaves
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._base.bits import varying_axes
 from optax_lossscale._base.leaves import Tree
-from optax_lossscale._jaxpr import collectives
 
 # A mapped axis, or several in a tuple or list.
 AxisNames = Hashable | Sequence[Hashable]
@@ -127,6 +126,9 @@ def agreeing_on(known: Known) -> Iterator[None]:
 def check_recorded(jaxpr: core.Jaxpr, known: Known) -> None:
   """Warns if a recorded optimizer combines devices that may not agree."""
   if known is not None:
+    # Most steps combine no devices, and need no table of operations.
+    from optax_lossscale._jaxpr import collectives
+
     # A shard_map in the optimizer has axes of its own.
     around = filter(_is_mapped, dict.fromkeys(collectives.axes(jaxpr)))
     check_combined(list(around), known)

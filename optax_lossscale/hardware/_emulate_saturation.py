@@ -23,7 +23,7 @@ from optax_lossscale._base import formats
 from optax_lossscale._base import promises
 from optax_lossscale._base import switches
 from optax_lossscale._jaxpr import interpreter
-from optax_lossscale._jaxpr import operation_table
+from optax_lossscale._jaxpr import operations
 from optax_lossscale._jaxpr import throughout
 from optax_lossscale._jaxpr.interpreter import Array
 from optax_lossscale.hardware import operation_overflow
@@ -191,7 +191,7 @@ class _Clamping(throughout.CountingRule):
       # The cast would turn values that are too large into NaN, so clamp first.
       with interpreter.context(equation):
         inputs = [_clip(x, without_inf[0]) for x in inputs]
-    elif without_inf and not operation_table.moves(equation):
+    elif without_inf and not operations.moves(equation):
       raise TypeError(
         "`emulate_saturation` must be able to tell inf from NaN, got the "
         f"operation {name} in {without_inf[0].name}, which has no inf: compute "

@@ -1,5 +1,6 @@
 """Finds where an operation overflowed."""
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -17,12 +18,18 @@ from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
-from optax_lossscale._jaxpr import collectives
 from optax_lossscale._jaxpr import interpreter
-from optax_lossscale._jaxpr import operation_table
+from optax_lossscale._jaxpr import operations
 from optax_lossscale._jaxpr.interpreter import Array
+from optax_lossscale._jaxpr.operations import Axes
+from optax_lossscale._jaxpr.operations import Elements
+from optax_lossscale._jaxpr.operations import Flag
+from optax_lossscale._jaxpr.operations import Size
 from optax_lossscale._step import checks
 from optax_lossscale._step import requirements
+
+# Returns where an operation that is undefined somewhere has no finite value.
+_Undefined = Callable[[Sequence[jax.Array], Mapping[str, Any]], jax.Array]
 
 # The two kinds of results that `find` reports.
 OVERFLOW = "overflow"
@@ -83,7 +90,7 @@ def find(
   outputs: Sequence[Array],
 ) -> list[tuple[core.Var, Mapping[str, Array]]]:
   """Returns where each output of an operation overflowed or is undefined."""
-  if operation_table.moves(equation):
+  if operations.moves(equation):
     return []
   # Outputs on another mesh can only be used in the equation's context.
   with interpreter.context(equation):
@@ -95,7 +102,7 @@ def find(
     if not reached:
       return []
     before = _reached_before(check.saturating, equation, inputs)
-    undefined = operation_table.undefined(equation, inputs)
+    undefined = undefined_at(equation, inputs)
     return [
       (variable, _by_kind(x & ~before, undefined)) for variable, x in reached
     ]
@@ -128,22 +135,22 @@ def _reached_before(
   saturating: bool, equation: core.JaxprEqn, inputs: Sequence[Array]
 ) -> Array:
   """Returns where an output depends on an input that had reached its limit."""
-  name, parameters = equation.primitive.name, equation.params
+  row, parameters = operations.of(equation), equation.params
   reached = [_reached_limit(saturating, x) for x in inputs]
-  if name in operation_table.ELEMENTWISE:
+  if row.elements is Elements.EACH:
     return functools.reduce(jnp.logical_or, reached)
-  if name in operation_table.REDUCTIONS:
+  if row.elements is Elements.REDUCES:
     return jnp.any(reached[0], axis=parameters["axes"])
-  if name in operation_table.CUMULATIVE:
+  if row.elements is Elements.RUNS:
     return lax.cummax(
       jnp.asarray(reached[0], jnp.int8),
       axis=parameters["axis"],
       reverse=parameters["reverse"],
     ).astype(bool)
-  if name == "dot_general":
+  if row.axes is Axes.DOT:
     return _reached_before_dot(parameters["dimension_numbers"], *reached)
   anywhere = is_anywhere(reached)
-  if name not in collectives.SUMS:
+  if Flag.SUMS not in row.flags:
     return anywhere
   axes = parameters["axes" if "axes" in parameters else "axis_name"]
   groups = parameters.get("axis_index_groups")
@@ -172,3 +179,49 @@ def _without(
   free = [i for i in range(x.ndim) if i not in (*contracted, *batched)]
   x = jnp.transpose(x, (*batched, *free, *contracted))
   return jnp.any(x, axis=tuple(range(len(batched) + len(free), x.ndim)))
+
+
+def undefined_at(
+  equation: core.JaxprEqn, inputs: Sequence[jax.Array]
+) -> jax.Array | np.ndarray:
+  """Returns where an operation with a non-finite result has no finite one."""
+  size = operations.of(equation).size
+  if size is Size.PARTIAL:
+    return PARTIAL[equation.primitive.name](inputs, equation.params)
+  # These are bounded for real inputs alone.
+  is_real = size is Size.REAL and not operations.is_complex(inputs[0])
+  return np.array(size is Size.BOUNDED or is_real)
+
+
+def _is_pole(x: jax.Array) -> jax.Array:
+  """Returns where the gamma function is undefined: 0, -1, -2 ..."""
+  return (x <= 0) & _is_whole(x)
+
+
+def _is_whole(x: jax.Array) -> jax.Array:
+  return x == jnp.round(x)
+
+
+def _pow(base: jax.Array, exponent: jax.Array) -> jax.Array:
+  if operations.is_complex(base) or operations.is_complex(exponent):
+    return (base == 0) & (jnp.real(exponent) <= 0)
+  is_root = (base < 0) & ~_is_whole(exponent)
+  return ((base == 0) & (exponent < 0)) | is_root
+
+
+PARTIAL: Mapping[str, _Undefined] = {
+  "digamma": lambda inputs, _: _is_pole(inputs[0]),
+  "div": lambda inputs, _: inputs[1] == 0,
+  "igamma_grad_a": lambda inputs, _: (inputs[0] <= 0) | (inputs[1] < 0),
+  "integer_pow": lambda inputs, parameters: (
+    (inputs[0] == 0) & (parameters["y"] < 0)
+  ),
+  "lgamma": lambda inputs, _: _is_pole(inputs[0]),
+  "polygamma": lambda inputs, _: (
+    (inputs[0] < 0) | ~_is_whole(inputs[0]) | _is_pole(inputs[1])
+  ),
+  "pow": lambda inputs, _: _pow(*inputs),
+  "zeta": lambda x, _: (
+    (x[0] <= 1) | ((x[1] <= 0) & (_is_whole(x[1]) | ~_is_whole(x[0])))
+  ),
+}

@@ -16,7 +16,7 @@ import optax_lossscale as ols
 from optax_lossscale._autocast import _plan
 from optax_lossscale._autocast import _program
 from optax_lossscale._autocast import levels
-from optax_lossscale._jaxpr import operation_table
+from optax_lossscale._jaxpr import operations
 from tests import support
 from tests.autocast import mixed
 from tests.autocast import rules
@@ -378,13 +378,13 @@ def in_a_rule(function):
 @pytest.mark.parametrize("nest", [in_a_scan, jax.jit, in_a_rule])
 def test_nested_bodies_are_planned_few_times(nest, monkeypatch):
   planned = []
-  moves = operation_table.moves
+  moves = operations.moves
 
   def counting(equation):
     planned.append(equation)
     return moves(equation)
 
-  monkeypatch.setattr(operation_table, "moves", counting)
+  monkeypatch.setattr(operations, "moves", counting)
   recipe = levels.make_recipe("O1", np.float16, None, None)
   numbers = []
   for depth in (3, 6):

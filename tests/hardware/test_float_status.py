@@ -43,7 +43,7 @@ COUNTS = {
 }
 
 
-# tests/jaxpr/test_operation_table.py tries where each operation is undefined.
+# tests/jaxpr/test_operations.py tries where each operation is undefined.
 @pytest.mark.parametrize("name", ["abs", "div", "exp", "log", "pow", "sub"])
 def test_an_operation_is_counted_once_by_its_true_values(name):
   call = operations.ELEMENTWISE[name].call

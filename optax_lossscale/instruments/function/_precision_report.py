@@ -20,7 +20,7 @@ from optax_lossscale._base import arguments
 from optax_lossscale._base import formats
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
-from optax_lossscale._jaxpr import operation_table
+from optax_lossscale._jaxpr import operations
 from optax_lossscale._jaxpr import scopes
 
 # The most rows of a table; a longer one is shortened by merging scopes.
@@ -131,7 +131,7 @@ def precision_report(fun: Callable[..., Any], *args: object) -> PrecisionReport:
     reasons += ["in a loop"] * any(map(calls.is_loop, around))
     reasons += ["in a branch"] * is_in_branch
     key = scope, dtype.name, ", ".join(reasons)
-    if operation_table.is_opaque(equation):
+    if operations.is_opaque(equation):
       name += f"({', '.join(_dtypes(equation))})"
     counts.setdefault(key, collections.Counter())[name] += 1
   return PrecisionReport(dict(products), in_branches, counts)
@@ -141,7 +141,7 @@ def _reasons(
   equation: core.JaxprEqn, around: Sequence[core.JaxprEqn], dtype: np.dtype
 ) -> list[str]:
   """Returns why an operation has its dtype, or how it accumulates float8."""
-  if operation_table.is_opaque(equation) and _dtypes(equation) == ["float32"]:
+  if operations.is_opaque(equation) and _dtypes(equation) == ["float32"]:
     return [levels.OPAQUE]
   # Only operations that autocast may lower have a note.
   notes = map(scopes.note_on, (*around, equation))
@@ -172,9 +172,9 @@ def computing(
   Each comes as its scope, equation, enclosing equations, name and dtype.
   """
   for scope, equation, around in scopes.operations(jaxpr):
-    name = operation_table.name_of(equation)
-    dtype = operation_table.dtype_of(equation)
-    is_move = operation_table.moves(equation) or name == "convert_element_type"
+    name = operations.name_of(equation)
+    dtype = operations.dtype_of(equation)
+    is_move = operations.moves(equation) or name == "convert_element_type"
     if not (is_move or dtype is None):
       yield scope, equation, around, name, dtype
 

@@ -23,8 +23,10 @@ import jax
 from jax.extend import core
 
 from optax_lossscale._base import formats
-from optax_lossscale._jaxpr import collectives
-from optax_lossscale._jaxpr import operation_table
+from optax_lossscale._jaxpr import operations
+from optax_lossscale._jaxpr.operations import Axes
+from optax_lossscale._jaxpr.operations import Growth
+from optax_lossscale._jaxpr.operations import Inf
 
 # An operation, after the calls around it, outermost first.
 Place = tuple[core.JaxprEqn, ...]
@@ -82,61 +84,34 @@ class Operand:
   place: Place = dataclasses.field(default=(), compare=False)
 
 
-_names = operation_table.names
-
-# Operations of the degree of their first input; the others are positions, or
-# are only compared with each other.
-_KEEPS = _names("""
-  abs all_gather all_gather_invariant all_to_all broadcast_in_dim conj copy
-  copy_p cummax cummin cumsum device_put dynamic_slice expand_dims fft freeze
-  gather imag mesh_cast name neg optimization_barrier pbroadcast pmax pmin
-  ppermute psum psum2 psum_invariant pvary real reduce_and reduce_max reduce_min
-  reduce_or reduce_precision reduce_scatter reduce_sum reduce_window_max
-  reduce_window_min reduce_window_sum reshape reshard rev select_and_gather_add
-  select_and_scatter_add sharding_constraint slice sort split squeeze
-  stop_gradient tile transpose unstack
-""")
-# Operations whose inputs must have one degree, with what happens to them.
-_JOINS = {
-  name: reason
-  for reason, text in {
-    "are added": "add add_any scatter-add scatter_add",
-    "are subtracted": "sub",
-    "are compared": "max min clamp atan2 eq eq_to ge gt le le_to lt lt_to ne",
-    "become one array": """
-      complex concatenate dynamic_update_slice pad scatter scatter-max
-      scatter-min stack
-    """,
-    "are divided with a remainder": "rem",
-  }.items()
-  for name in text.split()
+# Why inputs must grow alike.
+_REASONS = {
+  Growth.ADDS: "are added",
+  Growth.SCATTERS: "are added",
+  Growth.SUBTRACTS: "are subtracted",
+  Growth.COMPARES: "are compared",
+  Growth.TESTS: "are compared",
+  Growth.PACKS: "become one array",
+  Growth.MERGES: "become one array",
+  Growth.REMAINDER: "are divided with a remainder",
 }
-# Which inputs are positions.
-_POSITIONS = {
-  **dict.fromkeys(_names("dynamic_slice gather"), slice(1, None)),
-  **dict.fromkeys((x for x in _JOINS if x.startswith("scatter")), slice(1, 2)),
-  "dynamic_update_slice": slice(2, None),
+_EXPONENTS = {
+  Growth.SQUARES: 2,
+  Growth.ROOTS: 0.5,
+  Growth.INVERTS: -0.5,
+  Growth.CUBES: 1 / 3,
 }
-# Values that are only packed into one array may be unpacked again.
-_PACKS = _names("""
-  complex concatenate dynamic_update_slice pad scatter scatter-add stack
-""")
-_PRODUCTS = _names("""
-  conv_general_dilated dot_general mul ragged_dot ragged_dot_general
-""")
-_POWERS = {"square": 2, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3}
-_POWERS["cholesky"] = 0.5
-# Results that do not depend on S, since S is positive.
-_ORDERS = _names("argmax argmin is_finite sign")
+# Operations of several results, with the one that grows as their input does.
+_GROWING = {Growth.FIRST: 0, Growth.SECOND: 1}
 # Operations that may give 0, inf or NaN only because they are given them.
-_PASS_ANY = (
-  _KEEPS
-  | _PRODUCTS
-  | {"div", "integer_pow", *_POWERS}
-  | (_JOINS.keys() - _POSITIONS.keys())
-)
-# Operations that may undo each other, so that the result need not depend on S.
-_UNSURE = _names("bitcast_convert_type log log1p log2 nextafter")
+_PASS_ANY = {
+  Growth.KEEPS,
+  Growth.MULTIPLIES,
+  Growth.DIVIDES,
+  Growth.POWERS,
+  *_EXPONENTS,
+  *_REASONS,
+}
 
 # A number that guards a division, and is lost beside almost any other.
 _EPSILON = 1e-6
@@ -151,8 +126,9 @@ def aval(x: core.Var | core.Literal) -> jax.core.ShapedArray:
   return typing.cast(jax.core.ShapedArray, x.aval)
 
 
-def is_cast(name: str, operands: Sequence[Operand]) -> bool:
+def is_cast(equation: core.JaxprEqn, operands: Sequence[Operand]) -> bool:
   """Returns whether bounds are the limits of a float8, as before a cast."""
+  name = equation.primitive.name
   found = [
     x.constant is not None and x.constant * sign in _FLOAT8
     for x, sign in zip(operands, _LIMITS.get(name, ()), strict=False)
@@ -196,7 +172,7 @@ def unknown(degrees: Iterable[Degree]) -> Unknown | None:
   return next((x for x in found if x.is_sure), found[0] if found else None)
 
 
-def joined(
+def join(
   values: Sequence[Operand], reason: str, place: Place, *, is_sure: bool = True
 ) -> Degree:
   """Returns the degree that all values have, if it is one."""
@@ -229,15 +205,15 @@ def in_words(degree: Degree) -> str:
   )
 
 
-def renamed(
-  degree: Degree, rename: Callable[[Unit], Unit | None]
+def rename(
+  degree: Degree, change: Callable[[Unit], Unit | None]
 ) -> Degree | None:
   """Returns a degree with other units, or None if a unit has no other."""
   if not isinstance(degree, tuple):
     return degree
   found: Degree = FREE
   for unit, exponent in degree:
-    other = rename(unit)
+    other = change(unit)
     if other is None:
       return None
     found = times(found, ((other, exponent),))
@@ -246,138 +222,220 @@ def renamed(
 
 def without_axes(degree: Degree) -> Degree:
   """Returns a degree that says of each unit how many axes it differs along."""
-  return renamed(degree, lambda unit: (unit[0], (len(unit[1]),))) or FREE
+  return rename(degree, lambda unit: (unit[0], (len(unit[1]),))) or FREE
 
 
-def result(
+def transfer(
+  equation: core.JaxprEqn, operands: Sequence[Operand], place: Place
+) -> Sequence[Degree]:
+  """Returns the degree of each result of an operation."""
+  rule, count = operations.of(equation).degree, len(equation.outvars)
+  degrees = [x.degree for x in operands]
+  if count > 1 and unknown(degrees) is None:
+    if _mixes(equation, operands):
+      return [_mixture(equation, place)] * count
+    if rule is Growth.KEEPS and len(operands) == count:
+      return degrees
+    if rule in _GROWING:
+      grown = _GROWING[rule]
+      return [degrees[0] if i == grown else FREE for i in range(count)]
+  return [_result(equation, operands, place)] * count
+
+
+def _mixes(equation: core.JaxprEqn, operands: Sequence[Operand]) -> bool:
+  """Returns whether an operation mixes members that have an S of their own."""
+  return any(
+    _moved(equation, i, x.degree) is None for i, x in enumerate(operands)
+  )
+
+
+def _mixture(equation: core.JaxprEqn, place: Place) -> Unknown:
+  name = equation.primitive.name
+  reason = f"`{name}` mixes members that have an S of their own"
+  return Unknown(reason, False, place)
+
+
+def _result(
   equation: core.JaxprEqn, operands: Sequence[Operand], place: Place
 ) -> Degree:
-  """Returns the degree of an operation's results."""
-  name = equation.primitive.name
+  """Returns the degree that all results of an operation have."""
+  row = operations.of(equation)
   if (found := unknown(x.degree for x in operands)) is not None:
     # The order of numbers of several degrees need not depend on S.
-    is_order = name in ("argmax", "argmin")
+    is_order = row.degree is Growth.ORDERS
     return dataclasses.replace(found, is_sure=False) if is_order else found
   are_free = all(is_free(x.degree) for x in operands)
-  if are_free and (name not in _PASS_ANY or fills(equation)):
+  if are_free and (row.degree not in _PASS_ANY or fills(equation)):
     return FREE
-  parts: list[Operand] = []
-  for i, x in enumerate(operands):
-    degree = moved(equation, i, x.degree)
-    if degree is None:
-      reason = f"`{name}` mixes members that have an S of their own"
-      return Unknown(reason, False, place)
-    parts.append(dataclasses.replace(x, degree=degree))
-  if name in _ORDERS:
+  if _mixes(equation, operands):
+    return _mixture(equation, place)
+  if row.degree in (Growth.IGNORES, Growth.ORDERS):
     return FREE
   if fills(equation):
-    return Unknown(f"`{name}` puts other values in", False, place)
-  first, *others = (x.degree for x in parts)
-  indices = _POSITIONS.get(name, slice(0))
-  if not all(is_free(x.degree) for x in parts[indices]):
+    reason = f"`{equation.primitive.name}` puts other values in"
+    return Unknown(reason, False, place)
+  parts = [
+    dataclasses.replace(x, degree=_moved(equation, i, x.degree) or FREE)
+    for i, x in enumerate(operands)
+  ]
+  if not all(is_free(x.degree) for x in parts[row.positions]):
     return mismatch(parts, "an index depends on S", place)
-  del parts[indices]
-  if name in _KEEPS:
-    return first
-  if name in _JOINS:
-    return _joined(name, parts, place)
-  if name in _PRODUCTS:
-    return times(first, others[0])
-  if name == "div":
-    return times(first, others[0], -1)
-  if name == "triangular_solve" and not equation.params["unit_diagonal"]:
-    return times(others[0], first, -1)
-  if name == "reduce_prod":
-    before, after = map(aval, (equation.invars[0], equation.outvars[0]))
-    return power(first, before.size // max(after.size, 1))
-  exponent = parts[1].constant if name == "pow" else equation.params.get("y")
-  exponent = _POWERS.get(name, exponent)
-  if exponent is not None and name in ("pow", "integer_pow", *_POWERS):
-    return power(first, exponent)
+  del parts[row.positions]
+  if row.degree in _REASONS:
+    return _joined(equation, parts, place)
+  rule = _RULES.get(row.degree)
+  degree = rule(equation, parts) if rule else None
+  if degree is not None:
+    return degree
   grown = next(in_words(x.degree) for x in parts if not is_free(x.degree))
-  is_known = (
-    name in operation_table.ELEMENTWISE | operation_table.CUMULATIVE
-  ) and name not in _UNSURE
-  reason = f"`{name}` is given what {grown}"
-  return mismatch(parts, reason, place, is_sure=is_known)
+  reason = f"`{equation.primitive.name}` is given what {grown}"
+  is_sure = row.degree in (Growth.DEPENDS, Growth.POWER, Growth.POWERS)
+  return mismatch(parts, reason, place, is_sure=is_sure)
+
+
+def _raised(equation: core.JaxprEqn, parts: Sequence[Operand]) -> Degree | None:
+  """Returns the degree of a power whose exponent is known."""
+  row, first = operations.of(equation), parts[0].degree
+  exponent = _EXPONENTS.get(row.degree, equation.params.get("y"))
+  if row.degree is Growth.POWER:
+    exponent = parts[1].constant
+  return None if exponent is None else power(first, exponent)
+
+
+def _solved(equation: core.JaxprEqn, parts: Sequence[Operand]) -> Degree | None:
+  """Returns the degree of the x in a x = b."""
+  if equation.params["unit_diagonal"]:
+    return None
+  return times(parts[1].degree, parts[0].degree, -1)
+
+
+def _multiplied(equation: core.JaxprEqn, parts: Sequence[Operand]) -> Degree:
+  """Returns the degree of a product of an array's elements."""
+  before, after = map(aval, (equation.invars[0], equation.outvars[0]))
+  return power(parts[0].degree, before.size // max(after.size, 1))
+
+
+_RULES: Mapping[
+  Growth, Callable[[core.JaxprEqn, Sequence[Operand]], Degree | None]
+] = {
+  Growth.KEEPS: lambda _, parts: parts[0].degree,
+  Growth.MULTIPLIES: lambda _, parts: times(parts[0].degree, parts[1].degree),
+  Growth.DIVIDES: lambda _, parts: times(parts[0].degree, parts[1].degree, -1),
+  Growth.SOLVES: _solved,
+  Growth.PRODUCT: _multiplied,
+  **dict.fromkeys((Growth.POWER, Growth.POWERS, *_EXPONENTS), _raised),
+}
 
 
 def fills(equation: core.JaxprEqn) -> bool:
   """Returns whether a gather or scatter puts in numbers of its own."""
-  if equation.primitive.name == "gather":
+  if "fill_value" in equation.params:
     # NaN has any degree, and is what fills by default.
     value = equation.params["fill_value"]
     return not (value in (None, 0) or value != value)
-  is_scatter = equation.primitive.name == "scatter"
-  return is_scatter and not operation_table.moves(equation)
+  is_packed = operations.of(equation).degree is Growth.PACKS
+  return is_packed and not operations.moves(equation)
 
 
-def _joined(name: str, parts: Sequence[Operand], place: Place) -> Degree:
+def _joined(
+  equation: core.JaxprEqn, parts: Sequence[Operand], place: Place
+) -> Degree:
   """Returns the degree of a sum, a choice or a comparison."""
+  row = operations.of(equation)
+  rule = row.degree
   numbers = [abs(x.constant) for x in parts if isinstance(x.constant, float)]
-  if is_cast(name, parts):
+  if is_cast(equation, parts):
     parts = [x for x in parts if not is_free(x.degree)] or parts
   least = min((x for x in numbers if x), default=math.inf)
-  is_guard = name in ("add", "max") and least <= _EPSILON
-  is_sure = not (is_guard or name in _PACKS)
-  degree = joined(parts, _JOINS[name], place, is_sure=is_sure)
-  is_test = name in operation_table.COMPARISONS or name == "atan2"
-  return FREE if is_test and not isinstance(degree, Unknown) else degree
+  is_sum_or_max = rule is Growth.ADDS or row.inf is Inf.LARGEST
+  is_guard = is_sum_or_max and least <= _EPSILON
+  # What is packed into one array may be unpacked again.
+  is_packed = rule in (Growth.PACKS, Growth.SCATTERS)
+  is_sure = not (is_guard or is_packed)
+  degree = join(parts, _REASONS[rule], place, is_sure=is_sure)
+  is_test = rule is Growth.TESTS and not isinstance(degree, Unknown)
+  return FREE if is_test else degree
 
 
-def moved(equation: core.JaxprEqn, index: int, degree: Degree) -> Degree | None:
+def _moved(
+  equation: core.JaxprEqn, index: int, degree: Degree
+) -> Degree | None:
   """Returns an input's degree in terms of the output's axes; None if mixed."""
 
-  def rename(unit: Unit) -> Unit | None:
+  def unit_after(unit: Unit) -> Unit | None:
     symbol, axes = unit
     places = _output_axes(equation, index) if axes else {}
     is_whole = places.keys() >= {*axes}
     return (symbol, tuple(places[x] for x in axes)) if is_whole else None
 
-  return renamed(degree, rename)
+  return rename(degree, unit_after)
 
 
 def _output_axes(equation: core.JaxprEqn, index: int) -> Mapping[int, int]:
   """Returns where each axis of an input is in the output, if it is whole."""
-  name, params = equation.primitive.name, equation.params
+  rule = _AXES.get(operations.of(equation).axes)
   before = aval(equation.invars[index]).shape
   after = aval(equation.outvars[0]).shape
-  kept = range(len(before))
-  if name == "broadcast_in_dim":
-    return dict(enumerate(params["broadcast_dimensions"]))
-  if name == "transpose":
-    return {x: i for i, x in enumerate(params["permutation"])}
-  if name in ("reshape", "squeeze", "expand_dims"):
-    # An axis is kept if as many elements come before it, and it has its size.
-    places = {(math.prod(after[:j]), n): j for j, n in enumerate(after)}
-    found = {i: (math.prod(before[:i]), before[i]) for i in kept}
-    return {i: places[x] for i, x in found.items() if x in places and x[1] > 1}
-  if name == "dot_general":
-    contracted, batch = (x[index] for x in params["dimension_numbers"])
-    free = [x for x in kept if x not in (*contracted, *batch)]
-    start = len(after) - len(free) if index else len(batch)
-    batched = {x: i for i, x in enumerate(batch)}
-    return batched | {x: start + i for i, x in enumerate(free)}
-  if "axes" in params and name.startswith(("reduce_", "arg")):
-    rest = [x for x in kept if x not in params["axes"]]
-    return {x: i for i, x in enumerate(rest)}
-  if name == "pad":
-    padding = params["padding_config"]
-    return {x: x for x in kept if not index and not any(padding[x])}
-  if name in ("gather", "scatter", "scatter-add"):
-    return _indexed_axes(equation, index)
+  return rule(equation, index, before, after) if rule else {}
+
+
+Shape = tuple[int, ...]
+
+
+def _same_axes(
+  equation: core.JaxprEqn, _: int, before: Shape, after: Shape
+) -> Mapping[int, int]:
+  params = equation.params
   dropped = params.get("axis", params.get("dimension"))
+  if len(before) != len(after):
+    return {}
   # Along an axis that changes its length, members are left out or repeated.
-  if len(before) == len(after) and name in _SAME_AXES:
-    return {x: x for x in kept if before[x] == after[x] and x != dropped}
-  return {}
+  pairs = enumerate(zip(before, after, strict=True))
+  return {x: x for x, (n, m) in pairs if n == m and x != dropped}
 
 
-def _indexed_axes(equation: core.JaxprEqn, index: int) -> Mapping[int, int]:
+def _reshaped_axes(
+  _: core.JaxprEqn, __: int, before: Shape, after: Shape
+) -> Mapping[int, int]:
+  # An axis is kept if as many elements come before it, and it has its size.
+  places = {(math.prod(after[:j]), n): j for j, n in enumerate(after)}
+  found = {i: (math.prod(before[:i]), n) for i, n in enumerate(before)}
+  return {i: places[x] for i, x in found.items() if x in places and x[1] > 1}
+
+
+def _dot_axes(
+  equation: core.JaxprEqn, index: int, before: Shape, after: Shape
+) -> Mapping[int, int]:
+  contracted, batch = (x[index] for x in equation.params["dimension_numbers"])
+  free = [x for x in range(len(before)) if x not in (*contracted, *batch)]
+  # The result has the batch axes, then the free ones of each input.
+  start = len(after) - len(free) if index else len(batch)
+  batched = {x: i for i, x in enumerate(batch)}
+  return batched | {x: start + i for i, x in enumerate(free)}
+
+
+def _reduced_axes(
+  equation: core.JaxprEqn, _: int, before: Shape, __: Shape
+) -> Mapping[int, int]:
+  rest = [x for x in range(len(before)) if x not in equation.params["axes"]]
+  return {x: i for i, x in enumerate(rest)}
+
+
+def _padded_axes(
+  equation: core.JaxprEqn, index: int, before: Shape, _: Shape
+) -> Mapping[int, int]:
+  padding = equation.params["padding_config"]
+  return {x: x for x in range(len(before)) if not (index or any(padding[x]))}
+
+
+def _indexed_axes(
+  equation: core.JaxprEqn, index: int, operand: Shape, _: Shape
+) -> Mapping[int, int]:
   """Returns where each whole axis of a gather's or scatter's input is."""
   numbers = equation.params["dimension_numbers"]
   operand = aval(equation.invars[0]).shape
-  if equation.primitive.name == "gather":
+  is_gather = "slice_sizes" in equation.params
+  if is_gather:
     array, sizes = aval(equation.outvars[0]), equation.params["slice_sizes"]
     windows, left_out = numbers.offset_dims, numbers.collapsed_slice_dims
     batches = numbers.start_indices_batching_dims
@@ -402,14 +460,19 @@ def _indexed_axes(equation: core.JaxprEqn, index: int) -> Mapping[int, int]:
   return {axis: x for x, axis in pairs} if index == 2 else {}
 
 
-_SAME_AXES = (
-  operation_table.ELEMENTWISE
-  | operation_table.COMPARISONS
-  | operation_table.CUMULATIVE
-  | collectives.SUMS
-  | _names("""
-    and clamp concatenate conj cummax cummin dynamic_slice dynamic_update_slice
-    imag is_finite max min neg not or pmax pmin real select_n sign slice sort
-    split
-  """)
-)
+_AXES: Mapping[
+  Axes, Callable[[core.JaxprEqn, int, Shape, Shape], Mapping[int, int]]
+] = {
+  Axes.SAME: _same_axes,
+  Axes.DOT: _dot_axes,
+  Axes.INDEXED: _indexed_axes,
+  Axes.PADDED: _padded_axes,
+  Axes.PERMUTED: lambda equation, *_: {
+    x: i for i, x in enumerate(equation.params["permutation"])
+  },
+  Axes.REDUCED: _reduced_axes,
+  Axes.RESHAPED: _reshaped_axes,
+  Axes.SPREAD: lambda equation, *_: dict(
+    enumerate(equation.params["broadcast_dimensions"])
+  ),
+}

@@ -6,44 +6,92 @@ programs do: a quotient of such data is one of a value and its norm, and a
 product shows what one of its factors shows.
 """
 
+from collections.abc import Callable
+from collections.abc import Mapping
 import dataclasses
 import math
 
 from jax.extend import core
 
 from optax_lossscale._base import leaves
-from optax_lossscale._jaxpr import collectives
-from optax_lossscale._jaxpr import operation_table
+from optax_lossscale._jaxpr import operations
+from optax_lossscale._jaxpr.operations import Elements
+from optax_lossscale._jaxpr.operations import Flag
+from optax_lossscale._jaxpr.operations import Form
+from optax_lossscale._jaxpr.operations import Growth
+from optax_lossscale._jaxpr.operations import Inf
+from optax_lossscale.instruments.step import _constants
 from optax_lossscale.instruments.step import _degrees
-from optax_lossscale.instruments.step import _values
 from optax_lossscale.instruments.step._degrees import ANY
 from optax_lossscale.instruments.step._degrees import Place
-from optax_lossscale.instruments.step._values import Fact
+from optax_lossscale.instruments.step._values import Mark
+from optax_lossscale.instruments.step._values import Source
 from optax_lossscale.instruments.step._values import Value
 from optax_lossscale.instruments.step._values import Values
 
-_names = operation_table.names
-# The result of each operation from which all of its inputs follow.
-LOGIC = {"and": True, "reduce_and": True, "or": False, "reduce_or": False}
-# Operations that choose by size, and those that choose the largest.
-_LARGEST = _names("cummax max reduce_max")
-_ORDERED = _LARGEST | _names("cummin min reduce_min sort top_k")
-# Operations whose result is not finite if an input is not.
-_SHOWING = (
-  operation_table.MOVES
-  | operation_table.REARRANGES
-  | operation_table.REDUCTIONS
-  | collectives.BETWEEN_DEVICES
-) - _names("clamp sign") | _names("""
-  add add_any and cbrt cholesky complex convert_element_type
-  conv_general_dilated cos cosh cumprod cumsum dot_general eig eigh fft log
-  log1p log2 lu mul not or qr ragged_dot_general reduce_and reduce_or
-  reduce_precision reduce_window_sum scatter-add scatter-mul scatter_add
-  scatter_mul select_and_scatter_add sin sinh sqrt square sub svd tan
-  triangular_solve tridiagonal_solve
-""")
-# Operations whose results are seldom negative.
-_POSITIVE = _names("abs reduce_max sqrt square")
+# The truth of a test of all, or of any, from which that of each follows.
+_LOGIC = {Form.ALL: True, Form.ANY: False}
+# The truth that means "finite" of a comparison with inf, where it is not True,
+# and of a comparison of a value with itself, which NaN alone differs from.
+_FINITE = {"eq": False, "ge": False}
+_NOT_NAN = {"eq": True, "ne": False}
+
+
+def transfer(equation: core.JaxprEqn, inputs: Values, result: Value) -> Value:
+  """Returns an operation's result with what became of an inf in it.
+
+  The result comes with the marks of all inputs, and with its degree.
+  """
+  row = operations.of(equation)
+  tested = result.mark("tested")
+  if tested and row.elements is not Elements.PERMUTES:
+    combined = _combined(row.form, tested, inputs)
+    result = result.unmarked("tested").marked(combined)
+  if row.inf is Inf.TESTS:
+    result = _test(equation, inputs, result)
+  if row.degree is Growth.COMPARES and not result.lost:
+    result = result.marked(_bounded(equation, inputs, result.place))
+  if Flag.ZERO in operations.meant(equation).flags:
+    first = inputs[0]
+    result = result.but(zeros=(first.place, *first.zeros))
+  if row.form in (Form.ALL, Form.ANY, Form.FLIPS):
+    zeros = (x.zero_of for x in inputs if x.zero_of)
+    result = result.but(zero_of=next(zeros, ()))
+  if row.degree in (Growth.ADDS, Growth.SUBTRACTS) and result.mark("taken"):
+    # The other part may show the same inf.
+    is_shown = any(x.may_be_inf and not x.lost for x in inputs)
+    taken = Mark("taken", False, result.place)
+    result = result.unmarked("taken").marked(taken) if is_shown else result
+  if row.degree in (Growth.MULTIPLIES, Growth.DIVIDES):
+    return _product(equation, inputs, result)
+  if row.form is Form.FOLDS and row.degree is Growth.KEEPS:
+    return result.but(factors=_factors(inputs))
+  return result
+
+
+def _product(equation: core.JaxprEqn, inputs: Values, result: Value) -> Value:
+  """Returns a product or quotient with what became of an inf in it."""
+  row, parts = operations.of(equation), inputs
+  if row.degree is Growth.DIVIDES:
+    parts = inputs[:1]
+    # inf / inf is NaN.
+    if _degrees.is_free(result.degree) and all(x.may_be_inf for x in inputs):
+      paths = inputs[0].all_of("scale") & inputs[1].all_of("scale")
+      undefined = {Source("scale", x): Source("undefined", x) for x in paths}
+      sources = frozenset(undefined.get(x, x) for x in result.sources)
+      result = result.but(sources=sources)
+  if row.elements is Elements.EACH:
+    result = result.but(factors=_factors(parts))
+  # What is not finite stays so if it is multiplied by anything.
+  scaled, _ = data_of(parts)
+  is_lost = all(x.lost for x in scaled)
+  return result if is_lost else result.unmarked("taken", "dropped")
+
+
+def _factors(inputs: Values) -> frozenset[object]:
+  """Returns the keys of the values whose multiple a product is."""
+  parts = (x.factors | {x.key} for x in inputs if x.scales and not x.is_pure)
+  return frozenset[object]().union(*parts)
 
 
 def data_of(inputs: Values) -> tuple[list[Value], bool]:
@@ -52,62 +100,77 @@ def data_of(inputs: Values) -> tuple[list[Value], bool]:
   return scaled, any(not _degrees.is_free(x.degree) for x in scaled)
 
 
-def tested_by(
-  equation: core.JaxprEqn, inputs: Values, place: Place
-) -> Fact | None:
-  """Returns a mark if a test may find out which scaled values are finite."""
-  name, variables = equation.primitive.name, equation.invars
-  is_nan = name in ("ne", "eq") and variables[0] is variables[-1]
-  scaled, is_sure = data_of(inputs)
-  if _tests_finiteness(equation, inputs):
-    scaled = [x for x in inputs if x.scales and not x.is_pure]
-    scaled = [x for x in scaled if x.may_be_inf or x.all_of("undefined")]
-    if not scaled:
-      return None
-    finite = name in ("is_finite", "lt") or (name == "eq") is is_nan
-    is_known = inputs[0] is scaled[0] or name in ("eq", "ne")
-    # It says nothing of an inf that was lost before.
-    known = finite if is_known and not scaled[0].lost else None
-    return Fact("tested", is_sure, place, known, scaled[0].key)
-  # An inf is also larger than other numbers, and differs from them.
-  return Fact("tested", False, place) if scaled else None
+# ---- Tests of what is finite.
 
 
-def doubted_by(
-  equation: core.JaxprEqn, inputs: Values, place: Place
-) -> Fact | None:
-  """Returns a mark if a test finds out whether the loss is finite."""
+def _test(equation: core.JaxprEqn, inputs: Values, result: Value) -> Value:
+  """Returns the truth of a test with what it says of an inf."""
+  truth = None
+  if not result.mark("tested"):
+    truth = _tested_by(equation, inputs, result.place)
   is_doubt = any(x.mark("loss") for x in inputs)
-  is_test = _tests_finiteness(equation, inputs)
-  return Fact("doubted", True, place) if is_doubt and is_test else None
+  is_doubt = is_doubt and _tests_finiteness(equation, inputs)
+  doubted = Mark("doubted", True, result.place) if is_doubt else None
+  zero_of = (
+    (x.place, *x.zeros)
+    for x, y in zip(inputs, inputs[::-1], strict=True)
+    if _constants.is_number(y.constant, 0)
+  )
+  found = result.unmarked("taken", "dropped").marked(truth, doubted)
+  return found.but(zero_of=next(zero_of, ()))
+
+
+def _tested_by(
+  equation: core.JaxprEqn, inputs: Values, place: Place
+) -> Mark | None:
+  """Returns a mark if a test may find out which scaled values are finite."""
+  scaled, is_sure = data_of(inputs)
+  if not _tests_finiteness(equation, inputs):
+    # An inf is also larger than other numbers, and differs from them.
+    return Mark("tested", False, place) if scaled else None
+  scaled = [x for x in inputs if x.scales and not x.is_pure]
+  scaled = [x for x in scaled if x.may_be_inf or x.all_of("undefined")]
+  if not scaled:
+    return None
+  name = equation.primitive.name
+  finite = (_NOT_NAN if _is_of_nan(equation) else _FINITE).get(name, True)
+  # x < inf is a test, and inf < x is none.
+  is_known = inputs[0] is scaled[0] or name in _NOT_NAN
+  # It says nothing of an inf that was lost before.
+  known = finite if is_known and not scaled[0].lost else None
+  return Mark("tested", is_sure, place, known, scaled[0].key)
 
 
 def _tests_finiteness(equation: core.JaxprEqn, inputs: Values) -> bool:
   """Returns whether an operation tells finite numbers from others."""
-  name, variables = equation.primitive.name, equation.invars
-  is_nan = name in ("ne", "eq") and variables[0] is variables[-1]
   return (
-    name == "is_finite"
-    or is_nan
+    len(inputs) == 1
+    or _is_of_nan(equation)
     or any(
       isinstance(x.constant, float) and math.isinf(x.constant) for x in inputs
     )
   )
 
 
-def combined(name: str, tested: Fact, inputs: Values) -> Fact:
+def _is_of_nan(equation: core.JaxprEqn) -> bool:
+  """Returns whether an operation compares a value with itself."""
+  is_comparison = equation.primitive.name in _NOT_NAN
+  return is_comparison and equation.invars[0] is equation.invars[1]
+
+
+def _combined(form: Form, tested: Mark, inputs: Values) -> Mark:
   """Returns a mark for what is made of tests: what its truth still says."""
-  if name == "not" and tested.finite is not None:
+  if form is Form.FLIPS and tested.finite is not None:
     return dataclasses.replace(tested, finite=not tested.finite)
   marks = [mark for x in inputs if (mark := x.mark("tested"))]
-  known = [x for x in marks if x.finite is LOGIC.get(name)]
+  known = [x for x in marks if x.finite is _LOGIC.get(form)]
   if len({id(x.of) for x in known}) > 1:
     # Which of several values is not finite, no truth says.
     return dataclasses.replace(known[0], of=object())
   return next(iter(known), dataclasses.replace(tested, finite=None))
 
 
-def loss_by(tested: Fact, choices: Values) -> bool | None:
+def chosen_by(tested: Mark, choices: Values) -> bool | None:
   """Returns whether a choice surely leaves an inf out; None if it does not."""
   if any(map(_is_nonfinite, choices)):
     return None
@@ -120,51 +183,65 @@ def loss_by(tested: Fact, choices: Values) -> bool | None:
   if chosen.key is tested.of:
     return None
   is_other = data_of([chosen])[0] and not chosen.lost
-  return bool(tested.detail) and not is_other
+  return bool(tested.is_sure) and not is_other
+
+
+# ---- Operations that hide an inf.
 
 
 def may_lose(equation: core.JaxprEqn, inputs: Values) -> bool:
   """Returns whether an operation may leave an inf out."""
-  name = equation.primitive.name
+  row = operations.of(equation)
   scaled = [x.may_be_inf for x in inputs]
-  if not any(scaled) or _degrees.is_cast(name, inputs):
+  if not any(scaled) or _degrees.is_cast(equation, inputs):
     return False
-  if name in _ORDERED:
-    # The largest of absolute values is inf if one of them is.
-    around = inputs[0].place[-1:]
-    is_positive = bool(around) and around[0].primitive.name in _POSITIVE
-    return not (name in _LARGEST and is_positive)
-  # 1 / inf is 0.
-  if name in ("div", "rem"):
-    return not scaled[0]
-  if name == "integer_pow":
-    return bool(equation.params["y"] <= 0)
-  if name == "pow":
-    exponent = inputs[1].constant
-    return exponent is None or exponent <= 0
-  if name in ("gather", "dynamic_slice"):
-    return any(scaled[1:])
+  if row.inf in _HIDING:
+    return _HIDING[row.inf](equation, inputs)
+  # A number of another kind shows nothing.
   is_float = all(leaves.is_gradient(x.aval) for x in equation.outvars)
-  is_test = name == "is_finite" or name in operation_table.COMPARISONS
-  return not is_test and (name not in _SHOWING or not is_float)
+  return row.inf is Inf.HIDES or not is_float
 
 
-def bounded(name: str, inputs: Values, place: Place) -> Fact | None:
+def _hides_exponent(equation: core.JaxprEqn, inputs: Values) -> bool:
+  exponent = equation.params.get("y", inputs[-1].constant)
+  return exponent is None or bool(exponent <= 0)
+
+
+_HIDING: Mapping[Inf, Callable[[core.JaxprEqn, Values], bool]] = {
+  # The largest of absolute values is inf if one of them is.
+  Inf.LARGEST: lambda _, inputs: not _is_positive(inputs[0]),
+  Inf.ORDERED: lambda *_: True,
+  # 1 / inf is 0.
+  Inf.DIVIDES: lambda _, inputs: not inputs[0].may_be_inf,
+  Inf.POWERS: _hides_exponent,
+  Inf.PICKS: lambda _, inputs: any(x.may_be_inf for x in inputs[1:]),
+  Inf.TESTS: lambda *_: False,
+}
+
+
+def _bounded(
+  equation: core.JaxprEqn, inputs: Values, place: Place
+) -> Mark | None:
   """Returns a mark if a bound takes the place of inf."""
   bounds = [x for x in inputs if x.is_pure and x.degree != ANY]
-  scaled, is_sure = data_of(inputs[1:2] if name == "clamp" else inputs)
-  # A lower bound takes nothing from an absolute value.
-  sources = {x.place[-1].primitive.name for x in scaled if x.place}
-  is_lower = name == "max" and sources <= _POSITIVE
-  if not bounds or not scaled or is_lower or _degrees.is_cast(name, inputs):
+  # The second of three is between bounds.
+  scaled, is_sure = data_of(inputs[1:2] if len(inputs) > 2 else inputs)
+  if not bounds or not scaled or _degrees.is_cast(equation, inputs):
     return None
-  return Fact("taken", is_sure and name != "max", place)
+  is_max = operations.of(equation).inf is Inf.LARGEST
+  # A lower bound takes nothing from an absolute value.
+  if is_max and all(_is_positive(x) for x in scaled if x.place):
+    return None
+  return Mark("taken", is_sure and not is_max, place)
+
+
+def _is_positive(value: Value) -> bool:
+  """Returns whether an operation made a value that is seldom negative."""
+  made_by = value.place[-1:]
+  return bool(made_by) and Flag.POSITIVE in operations.of(made_by[0]).flags
 
 
 def _is_nonfinite(value: Value) -> bool:
   """Returns whether a value is a number that is inf or NaN."""
-  return (
-    value.is_pure
-    and value.degree == ANY
-    and not _values.is_number(value.constant, 0)
-  )
+  is_zero = _constants.is_number(value.constant, 0)
+  return value.is_pure and value.degree == ANY and not is_zero

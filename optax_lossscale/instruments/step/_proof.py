@@ -28,9 +28,10 @@ from optax_lossscale.instruments.step import _next_values
 from optax_lossscale.instruments.step import _promised
 from optax_lossscale.instruments.step import _verdicts
 from optax_lossscale.instruments.step._promised import Position
-from optax_lossscale.instruments.step._values import Fact
 from optax_lossscale.instruments.step._values import Identity
+from optax_lossscale.instruments.step._values import Mark
 from optax_lossscale.instruments.step._values import Scale
+from optax_lossscale.instruments.step._values import Source
 from optax_lossscale.instruments.step._values import Value
 from optax_lossscale.instruments.step._verdicts import Line
 from optax_lossscale.instruments.step._verdicts import Proved
@@ -277,7 +278,7 @@ class _Step:
       int(x): Value(
         constant=(flags or {}).get(x),
         identity=Identity(int(x)),
-        facts=frozenset([Fact("reads", _next_values.argument_of(path))]),
+        sources=frozenset([Source("reads", _next_values.argument_of(path))]),
       )
       for path, x in _positioned(self.traced.inputs).items()
     }
@@ -293,7 +294,7 @@ class _Step:
       values[position] = values[position].but(
         degree=_degrees.FREE if path in self.ones else degree,
         scale=Scale(path, "old"),
-        facts=frozenset([Fact("scale", path)]),
+        sources=frozenset([Source("scale", path)]),
       )
     machine = _interpret.Interpreter(
       self.traced.trace.calls, frozenset(overflowing)
@@ -452,7 +453,7 @@ def _scale_law(
     for name, value in gate.of(given["scaled_grads"]):
       names.append(name)
       if is_doubted:
-        value = value.but(facts=value.facts - {Fact("taken", None)})
+        value = value.but(marks=value.marks - {Mark("taken", None)})
       problem = _problem(value, gate.values[loss_scale], gate.place, told)
       if problem:
         of = f"The gradient {name or 'of the parameter'} "
@@ -507,12 +508,12 @@ def _problem(
     return _Problem("refuted", text, remedy, where)
   taken, dropped = value.mark("taken"), value.mark("dropped")
   # The caller may have seen an inf before.
-  if taken and (taken.detail or told in ("", "tested")):
-    is_sure = bool(taken.detail) and not told
+  if taken and (taken.is_sure or told in ("", "tested")):
+    is_sure = bool(taken.is_sure) and not told
     verb = "has lost" if is_sure else "may have lost"
     text = f"{verb} its inf and NaN, which `update` has to see"
     remedy = _verdicts.HIDDEN if is_sure else _verdicts.TOLD
-    is_open = bool(told) is bool(taken.detail)
+    is_open = bool(told) is bool(taken.is_sure)
     verdict = "refuted" if is_sure else "open" if is_open else "unknown"
     return _Problem(verdict, text, remedy, _lines([taken.place]))
   if dropped and told != "dropped":

@@ -1,7 +1,8 @@
-"""The abstract values that a step is interpreted with, and identities.
+"""The abstract values that a step is interpreted with.
 
-A value is known by how it grows with S (`_degrees.py`), by the argument that it
-is, and by facts about where it comes from.
+A value is known by how it grows with S (`_degrees.py`), by the number or the
+argument that it is (`_constants.py`, `_identity.py`), by where it comes from,
+and by what became of an inf in it (`_finiteness.py`).
 """
 
 from collections.abc import Hashable
@@ -9,50 +10,57 @@ from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
 from typing import Any
+from typing import Literal
 from typing import NamedTuple
 
-from jax.extend import core
-import jax.numpy as jnp
-import numpy as np
-
 from optax_lossscale._base import leaves
-from optax_lossscale._jaxpr import operation_table
 from optax_lossscale.instruments.step import _degrees
-from optax_lossscale.instruments.step._degrees import ANY
-from optax_lossscale.instruments.step._degrees import aval
 from optax_lossscale.instruments.step._degrees import Place
 
-_ARITHMETIC = operation_table.names("add div mul sub")
+# From what a value was computed; each has a detail.
+#   scale: from the S of this state.
+#   passed: so too, but it is chosen only if `update` of this state sees no
+#     overflow, so that no inf of its gradients can be in it.
+#   undefined: so too, but it is NaN if it is not finite, which few operations
+#     hide.
+#   gate: it says whether `update` of this state sees an overflow.
+#   reads: from this argument, or from the data.
+#   varies: devices may disagree on it along this axis of a mesh.
+#   mixed: scaled values were put together in it over this axis.
+Origin = Literal[
+  "scale", "passed", "undefined", "gate", "reads", "varies", "mixed"
+]
+# What became of an inf or NaN of scaled gradients on the way to a value.
+#   tested: the value was decided by which scaled values are finite.
+#   taken: inf and NaN may have been taken out of it.
+#   dropped: micro-batches with inf and NaN were taken out of it.
+#   unseen: without an `update`, it may hold an inf that none has seen.
+#   loss: it was computed from the loss that the step differentiates.
+#   doubted: it was decided by whether that loss is finite.
+Fate = Literal["tested", "taken", "dropped", "unseen", "loss", "doubted"]
+
+
+class Source(NamedTuple):
+  """What a value, and everything that is computed from it, comes from."""
+
+  origin: Origin
+  detail: Hashable
 
 
 @dataclasses.dataclass(frozen=True)
-class Fact:
-  """A fact about a value and about everything that is computed from it.
+class Mark:
+  """What became of an inf in a value, and so in all that comes from it.
 
-  The kinds, each with its detail:
-    scale: it was computed from the S of this state.
-    passed: so it was, but is chosen only if `update` of this state sees no
-      overflow, so that no inf of its gradients can be in it.
-    undefined: so it was, but is NaN if it is not finite, which few operations
-      hide.
-    gate: it says whether `update` of this state sees an overflow.
-    reads: it was computed from this argument, or from the data.
-    varies: devices may disagree on it along this axis of a mesh.
-    mixed: scaled values were put together in it over this axis.
-    tested: it was decided by which scaled values are finite.
-    taken: inf and NaN may have been taken out of it.
-    dropped: micro-batches with inf and NaN were taken out of it.
-    loss: it was computed from the loss that the step differentiates.
-    doubted: it was decided by whether that loss is finite.
-    unseen: without an `update`, it may hold an inf that none has seen.
-  The detail of `tested`, `taken`, `dropped` and `unseen` says whether that is
-  certain; None if the loss alone was tested. A test also has
-  `of`, the key of the tested value, unless it only compared sizes. Its `finite`
-  is the result that means "finite", if there is one.
+  Attributes:
+    fate: what it was.
+    is_sure: whether that is certain; None if the loss alone was tested.
+    place: where that was.
+    finite: the result of a test that means "finite", if there is one.
+    of: the key of a tested value, unless the test only compared sizes.
   """
 
-  kind: str
-  detail: Hashable = True
+  fate: Fate
+  is_sure: bool | None = True
   place: Place = dataclasses.field(default=(), compare=False)
   finite: bool | None = dataclasses.field(default=None, compare=False)
   of: object = dataclasses.field(default=None, compare=False)
@@ -78,13 +86,13 @@ class Scale(NamedTuple):
 
   Attributes:
     path: the state.
-    stage: "old"; "new"; "either", by a condition; or "untold", if it is not new
-      where an overflow was found by other means.
+    stage: "either" if a condition chooses the old one or the new one; "untold"
+      if it is not new where an overflow was found by other means.
     moves: the calls of `update` that led to it.
   """
 
   path: leaves.Path
-  stage: str
+  stage: Literal["old", "new", "either", "untold"]
   moves: frozenset[Place] = frozenset()
 
 
@@ -95,7 +103,8 @@ class Value(_degrees.Operand):
   Attributes:
     identity: the argument that it is, bit for bit.
     scale: the state whose S it is.
-    facts: what its results inherit.
+    sources: what it comes from; results inherit them.
+    marks: what became of an inf in it; results inherit them.
     zeros: the operations whose results are 0 where it is.
     zero_of: those of the value that it compares with 0.
     grown: the operation that gave it its degree, if its inputs had others.
@@ -105,7 +114,8 @@ class Value(_degrees.Operand):
 
   identity: Identity | None = None
   scale: Scale | None = None
-  facts: frozenset[Fact] = frozenset()
+  sources: frozenset[Source] = frozenset()
+  marks: frozenset[Mark] = frozenset()
   zeros: tuple[Place, ...] = dataclasses.field(default=(), compare=False)
   zero_of: tuple[Place, ...] = dataclasses.field(default=(), compare=False)
   grown: Place = dataclasses.field(default=(), compare=False)
@@ -118,36 +128,42 @@ class Value(_degrees.Operand):
     """Returns the value with changes."""
     return dataclasses.replace(self, **changes)
 
-  def all_of(self, kind: str) -> set[Hashable]:
-    """Returns the details of the facts of a kind."""
-    return {x.detail for x in self.facts if x.kind == kind}
+  def all_of(self, *origins: Origin) -> set[Hashable]:
+    """Returns the details of the sources of some origins."""
+    return {x.detail for x in self.sources if x.origin in origins}
 
-  def mark(self, *kinds: str) -> Fact | None:
-    """Returns the fact of a kind, a certain one if there is one."""
-    found = [x for x in self.facts if x.kind in kinds]
-    return max(found, key=lambda x: bool(x.detail), default=None)
+  def sourced(self, *sources: Source) -> "Value":
+    """Returns the value with more sources."""
+    return self.but(sources=self.sources.union(sources))
 
-  def marked(self, *facts: Fact | None) -> "Value":
-    """Returns the value with more facts."""
-    return self.but(facts=frozenset(filter(None, facts)) | self.facts)
+  def unsourced(self, *origins: Origin) -> "Value":
+    """Returns the value without the sources of some origins."""
+    kept = (x for x in self.sources if x.origin not in origins)
+    return self.but(sources=frozenset(kept))
 
-  def without(self, *kinds: str) -> "Value":
-    """Returns the value without the facts of some kinds."""
-    return self.but(
-      facts=frozenset(x for x in self.facts if x.kind not in kinds)
-    )
+  def mark(self, *fates: Fate) -> Mark | None:
+    """Returns the mark of a fate, a certain one if there is one."""
+    found = [x for x in self.marks if x.fate in fates]
+    return max(found, key=lambda x: bool(x.is_sure), default=None)
+
+  def marked(self, *marks: Mark | None) -> "Value":
+    """Returns the value with more marks, which replace equal ones."""
+    return self.but(marks=frozenset(filter(None, marks)) | self.marks)
+
+  def unmarked(self, *fates: Fate) -> "Value":
+    """Returns the value without the marks of some fates."""
+    kept = (x for x in self.marks if x.fate not in fates)
+    return self.but(marks=frozenset(kept))
 
   @property
-  def lost(self) -> Fact | None:
-    """A fact that inf and NaN are missing in it, a certain one if there is."""
+  def lost(self) -> Mark | None:
+    """A mark that inf and NaN are missing in it, a certain one if there is."""
     return self.mark("taken", "dropped")
 
   @property
   def scales(self) -> set[Hashable]:
     """The states from whose S it was computed."""
-    return {
-      x.detail for x in self.facts if x.kind in ("scale", "passed", "undefined")
-    }
+    return self.all_of("scale", "passed", "undefined")
 
   @property
   def may_be_inf(self) -> bool:
@@ -159,128 +175,40 @@ class Value(_degrees.Operand):
     """True if it was computed from S and numbers alone."""
     return not self.all_of("reads")
 
+  @property
+  def units(self) -> list[_degrees.Unit]:
+    """The S that it grows with."""
+    degree = self.degree
+    return [x for x, _ in degree] if isinstance(degree, tuple) else []
+
 
 Values = Sequence[Value]
-# Results inherit this fact from arguments other than S.
-DATA = Fact("reads", "data")
+# Results inherit this from arguments other than S.
+DATA = Source("reads", "data")
 
 
-def units_of(value: Value) -> list[_degrees.Unit]:
-  degree = value.degree
-  return [unit for unit, _ in degree] if isinstance(degree, tuple) else []
-
-
-def is_number(
-  constant: _degrees.Number | None, number: _degrees.Number
-) -> bool:
-  """Returns whether a known number is another; no flag is a number."""
-  is_alike = isinstance(constant, bool) == isinstance(number, bool)
-  return is_alike and constant == number
-
-
-def formed(
-  identity: Identity | None, kind: str, detail: Hashable = None
-) -> Identity | None:
-  """Returns the identity of a form of a value."""
-  if identity is None:
-    return None
-  return identity._replace(forms=(*identity.forms, (kind, detail)))
-
-
-def undone(
-  identity: Identity | None, kind: str, detail: Hashable = None
-) -> Identity | None:
-  """Returns the identity of a value that is no more in a form."""
-  if identity is None or identity.forms[-1:] != ((kind, detail),):
-    return None
-  return identity._replace(forms=identity.forms[:-1])
-
-
-def perhaps(choices: Iterable[Value]) -> Identity | None:
-  """Returns the identity of a value that may be what one choice is."""
-  first = next((x.identity for x in choices if x.identity), None)
-  return first and first._replace(is_sure=False)
-
-
-def rewritten(equation: core.JaxprEqn, inputs: Values) -> Identity | None:
-  """Returns the identity of what may be an argument, written otherwise."""
-  name = equation.primitive.name
-  parts = [x for x in inputs if x.identity]
-  others = [x for x in inputs if not x.identity]
-  identity = perhaps(parts)
-  is_own = len({x.identity and x.identity.argument for x in parts}) == 1
-  is_own = is_own and not any(x.all_of("reads") or x.scales for x in others)
-  if identity is None or not is_own:
-    return None
-  if name in _ARITHMETIC:
-    first = parts[0].identity
-    is_changed = first and first.is_sure and not first.forms and others
-    return formed(first, name) if is_changed else identity._replace(forms=())
-  return identity._replace(forms=()) if name in operation_table.MOVES else None
-
-
-def projected(inputs: Values) -> Identity | None:
-  """Returns the identity of an argument that may be within bounds anyway."""
-  bounds = [x for x in inputs if x.identity is None]
-  is_bounded = all(x.is_pure and _degrees.is_free(x.degree) for x in bounds)
-  is_one = len(bounds) == len(inputs) - 1
-  return perhaps(inputs) if is_one and is_bounded else None
-
-
-def apart(first: Value, second: Value) -> int | None:
-  """Returns by how much a known value is larger than another, or None."""
-  a, b = first.identity, second.identity
-  if not (a and b and a.is_sure and b.is_sure):
-    return None
-  more, less = formed(b, "plus one"), undone(b, "plus one")
-  return {b: 0, more: 1, less: -1}.get(a)
-
-
-def added(equation: core.JaxprEqn, inputs: Values) -> Identity | None:
-  """Returns the identity of a sum in which only one part matters."""
-  is_whole = not leaves.is_gradient(equation.invars[0].aval)
-  is_sum = equation.primitive.name != "sub"
-  for value, other in (inputs, inputs[::-1])[: 1 + is_sum]:
-    if is_whole and is_sum and value.identity and other.constant == 1:
-      return formed(value.identity, "plus one")
-    # 0 times what is unknown is 0, or NaN.
-    if other.degree == ANY and value.identity:
-      return perhaps([value])
-  return None
-
-
-def reshaped(
-  equation: core.JaxprEqn, identity: Identity | None
-) -> Identity | None:
-  """Returns the identity of a reshaped array, and of one reshaped back."""
-  before, after = map(aval, (equation.invars[0], equation.outvars[0]))
-  if identity is None or before.size != after.size:
-    return None
-  if before.shape == after.shape:
-    return identity
-  is_reshaped = identity.forms and identity.forms[-1][0] == "shape"
-  kept = identity if is_reshaped else formed(identity, "shape", before.shape)
-  return undone(identity, "shape", after.shape) or kept
-
-
-def cast(
-  identity: Identity | None, before: np.dtype, after: np.dtype
-) -> Identity | None:
-  """Returns the identity of a number in a dtype that holds it, and back."""
-  return undone(identity, "cast", after) or (
-    formed(identity, "cast", before) if holds(after, before) else None
+def made(inputs: Iterable[Value], place: Place) -> Value:
+  """Returns what the inputs alone say of a result."""
+  several = [*inputs]
+  return Value(
+    sources=frozenset[Source]().union(*(x.sources for x in several)),
+    marks=frozenset[Mark]().union(*(x.marks for x in several)),
+    place=place,
   )
 
 
-def holds(wide: np.dtype, narrow: np.dtype) -> bool:
-  """Returns whether a dtype has all numbers of another one of its kind."""
-  if narrow.kind == "b":
-    return True
-  both = wide, narrow
-  if all(jnp.issubdtype(x, jnp.floating) for x in both):
-    a, b = map(jnp.finfo, both)
-    return a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp
-  if all(jnp.issubdtype(x, jnp.integer) for x in both):
-    c, d = map(jnp.iinfo, both)
-    return int(c.min) <= int(d.min) and int(c.max) >= int(d.max)
-  return False
+def passed(value: Value, condition: Value) -> Value:
+  """Returns a value that is chosen where gates found gradients to be finite."""
+  gates = condition.all_of("gate")
+  is_passed = lambda x: x.detail in gates and x.origin in _UNSEEN  # noqa: E731
+  sources = (
+    Source("passed", x.detail) if is_passed(x) else x for x in value.sources
+  )
+  found = value.but(sources=frozenset(sources))
+  if not gates or found.may_be_inf:
+    return found
+  # Without an overflow nothing was lost.
+  return found.unmarked("tested", "taken", "dropped")
+
+
+_UNSEEN = ("scale", "undefined")

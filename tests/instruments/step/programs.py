@@ -516,15 +516,17 @@ def claims(number, jaxpr):
   axes = tuple(range(jaxpr.in_avals[0].ndim))
   kind = "SV"[number % 2]
   degree = _degrees.of((_degrees.Symbol(kind, 0), axes))
-  of_scale = frozenset([_values.Fact("scale", "state")])
+  of_scale = frozenset([_values.Source("scale", "state")])
   inputs = [
-    _values.Value(identity=_values.Identity(i), facts=frozenset([_values.DATA]))
+    _values.Value(
+      identity=_values.Identity(i), sources=frozenset([_values.DATA])
+    )
     for i in range(len(jaxpr.in_avals))
   ]
   scale = _values.Scale("state", "old")
-  inputs[0] = inputs[0].but(degree=degree, scale=scale, facts=of_scale)
-  of_data = _values.Fact("scale", "data")
-  inputs[1] = inputs[1].but(degree=degree).marked(*of_scale, of_data)
+  inputs[0] = inputs[0].but(degree=degree, scale=scale, sources=of_scale)
+  of_data = _values.Source("scale", "data")
+  inputs[1] = inputs[1].but(degree=degree).sourced(*of_scale, of_data)
   return _interpret.Interpreter([]).run(jaxpr, inputs)
 
 

@@ -22,6 +22,7 @@ from optax_lossscale._step import findings
 from optax_lossscale._step import loss_scaling
 from optax_lossscale._step import states
 from optax_lossscale.hardware import _emulate_saturation
+from optax_lossscale.instruments.step import _identity
 from optax_lossscale.instruments.step import _interpret
 from optax_lossscale.instruments.step import _promised
 from optax_lossscale.instruments.step import _values
@@ -174,7 +175,7 @@ def test_a_random_key_is_the_same_if_it_is_said_to_be(change, is_same):
 def test_a_dtype_holds_another_if_every_number_comes_back(
   wide, narrow, is_wide_enough
 ):
-  assert _values.holds(jnp.dtype(wide), jnp.dtype(narrow)) == is_wide_enough
+  assert _identity.holds(jnp.dtype(wide), jnp.dtype(narrow)) == is_wide_enough
 
 
 def text(function, args):

@@ -1,0 +1,195 @@
+"""Identities: which argument a value is, bit for bit, or whose S.
+
+A step that is skipped returns its arguments, so the law about skips is one of
+identities. An operation keeps them if it copies; some forms, such as a cast to
+a dtype that holds all numbers of the first, are undone later.
+"""
+
+from collections.abc import Callable
+from collections.abc import Hashable
+from collections.abc import Iterable
+from collections.abc import Mapping
+
+from jax.extend import core
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._base import leaves
+from optax_lossscale._jaxpr import operations
+from optax_lossscale._jaxpr.operations import Form
+from optax_lossscale._jaxpr.operations import Growth
+from optax_lossscale._jaxpr.operations import Size
+from optax_lossscale.instruments.step import _degrees
+from optax_lossscale.instruments.step._degrees import ANY
+from optax_lossscale.instruments.step._degrees import aval
+from optax_lossscale.instruments.step._values import Identity
+from optax_lossscale.instruments.step._values import Scale
+from optax_lossscale.instruments.step._values import Value
+from optax_lossscale.instruments.step._values import Values
+
+_ARITHMETIC = (Form.PLUS, Form.MINUS, Form.TIMES, Form.OVER)
+
+
+def transfer(equation: core.JaxprEqn, inputs: Values) -> Identity | None:
+  """Returns the identity of an operation's result."""
+  row = operations.of(equation)
+  rule = _RULES.get(row.form)
+  found = rule(equation, inputs) if rule else None
+  if row.form is Form.RESHAPES:
+    return found
+  if row.degree is Growth.COMPARES:
+    found = _projected(inputs)
+  return found or _rewritten(equation, inputs)
+
+
+def join(
+  values: Values, *, is_branch: bool
+) -> tuple[Identity | None, Scale | None]:
+  """Returns the identity of one of several values, and whose S it is.
+
+  Of S and the next S, a branch gives one that may be new.
+  """
+  identities = {x.identity for x in values}
+  identity = identities.pop() if len(identities) == 1 else None
+  scales = {x.scale for x in values if x.scale}
+  if not all(x.scale for x in values) or len({x.path for x in scales}) > 1:
+    return identity, None
+  stages = {x.stage for x in scales}
+  if len(stages) == 1:
+    stage = stages.pop()
+  elif "untold" in stages:
+    stage = "untold"
+  else:
+    stage = "new" if is_branch and stages == {"old", "new"} else "either"
+  moves = frozenset[_degrees.Place]().union(*(x.moves for x in scales))
+  return identity, next(iter(scales))._replace(stage=stage, moves=moves)
+
+
+def formed(
+  identity: Identity | None, kind: str, detail: Hashable = None
+) -> Identity | None:
+  """Returns the identity of a form of a value."""
+  if identity is None:
+    return None
+  return identity._replace(forms=(*identity.forms, (kind, detail)))
+
+
+def undone(
+  identity: Identity | None, kind: str, detail: Hashable = None
+) -> Identity | None:
+  """Returns the identity of a value that is no more in a form."""
+  if identity is None or identity.forms[-1:] != ((kind, detail),):
+    return None
+  return identity._replace(forms=identity.forms[:-1])
+
+
+def perhaps(choices: Iterable[Value]) -> Identity | None:
+  """Returns the identity of a value that may be what one choice is."""
+  first = next((x.identity for x in choices if x.identity), None)
+  return first and first._replace(is_sure=False)
+
+
+def _rewritten(equation: core.JaxprEqn, inputs: Values) -> Identity | None:
+  """Returns the identity of what may be an argument, written otherwise."""
+  row = operations.of(equation)
+  is_arithmetic = row.form in _ARITHMETIC
+  parts = [x for x in inputs if x.identity]
+  others = [x for x in inputs if not x.identity]
+  identity = perhaps(parts)
+  is_known = is_arithmetic or row.size is Size.MOVES
+  if identity is None or not is_known or not _is_of_one(parts, others):
+    return None
+  first = parts[0].identity
+  if is_arithmetic and first and first.is_sure and not first.forms and others:
+    return formed(first, row.name)
+  return identity._replace(forms=())
+
+
+def _is_of_one(parts: Values, others: Values) -> bool:
+  """Returns whether values are of one argument, beside numbers alone."""
+  arguments = {x.identity and x.identity.argument for x in parts}
+  is_beside = any(x.all_of("reads") or x.scales for x in others)
+  return len(arguments) == 1 and not is_beside
+
+
+def _projected(inputs: Values) -> Identity | None:
+  """Returns the identity of an argument that may be within bounds anyway."""
+  bounds = [x for x in inputs if x.identity is None]
+  is_bounded = all(x.is_pure and _degrees.is_free(x.degree) for x in bounds)
+  is_one = len(bounds) == len(inputs) - 1
+  return perhaps(inputs) if is_one and is_bounded else None
+
+
+def apart(first: Value, second: Value) -> int | None:
+  """Returns by how much a known value is larger than another, or None."""
+  a, b = first.identity, second.identity
+  if not (a and b and a.is_sure and b.is_sure):
+    return None
+  more, less = formed(b, "plus one"), undone(b, "plus one")
+  return {b: 0, more: 1, less: -1}.get(a)
+
+
+def _added(equation: core.JaxprEqn, inputs: Values) -> Identity | None:
+  """Returns the identity of a sum in which only one part matters."""
+  is_whole = not leaves.is_gradient(equation.invars[0].aval)
+  is_sum = operations.of(equation).form is Form.PLUS
+  for value, other in (inputs, inputs[::-1])[: 1 + is_sum]:
+    if is_whole and is_sum and value.identity and other.constant == 1:
+      return formed(value.identity, "plus one")
+    # 0 times what is unknown is 0, or NaN.
+    if other.degree == ANY and value.identity:
+      return perhaps([value])
+  return None
+
+
+def _reshaped(equation: core.JaxprEqn, inputs: Values) -> Identity | None:
+  """Returns the identity of a reshaped array, and of one reshaped back."""
+  identity = inputs[0].identity
+  before, after = map(aval, (equation.invars[0], equation.outvars[0]))
+  if identity is None or before.size != after.size:
+    return None
+  if before.shape == after.shape:
+    return identity
+  is_reshaped = identity.forms and identity.forms[-1][0] == "shape"
+  kept = identity if is_reshaped else formed(identity, "shape", before.shape)
+  return undone(identity, "shape", after.shape) or kept
+
+
+def cast(equation: core.JaxprEqn, inputs: Values) -> Identity | None:
+  """Returns the identity of a number in a dtype that holds it, and back."""
+  before, after = (
+    aval(x[0]).dtype for x in (equation.invars, equation.outvars)
+  )
+  identity = inputs[0].identity
+  is_held = holds(after, before)
+  wider = formed(identity, "cast", before) if is_held else None
+  return undone(identity, "cast", after) or wider
+
+
+def holds(wide: np.dtype, narrow: np.dtype) -> bool:
+  """Returns whether a dtype has all numbers of another one of its kind."""
+  if narrow.kind == "b":
+    return True
+  both = wide, narrow
+  if all(jnp.issubdtype(x, jnp.floating) for x in both):
+    a, b = map(jnp.finfo, both)
+    return a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp
+  if all(jnp.issubdtype(x, jnp.integer) for x in both):
+    c, d = map(jnp.iinfo, both)
+    return int(c.min) <= int(d.min) and int(c.max) >= int(d.max)
+  return False
+
+
+def _masked(_: core.JaxprEqn, inputs: Values) -> Identity | None:
+  """Returns the identity of a product such as that with a mask."""
+  return perhaps(inputs) if all(x.identity for x in inputs) else None
+
+
+_RULES: Mapping[Form, Callable[[core.JaxprEqn, Values], Identity | None]] = {
+  Form.WRAPS: lambda _, inputs: undone(inputs[0].identity, "data"),
+  Form.UNWRAPS: lambda _, inputs: formed(inputs[0].identity, "data"),
+  Form.RESHAPES: _reshaped,
+  Form.PLUS: _added,
+  Form.MINUS: _added,
+  Form.TIMES: _masked,
+}

@@ -1,0 +1,259 @@
+"""What is known of the results of an operation that holds no jaxpr.
+
+Each domain has its own rules; this module knows in which order they speak, and
+the few operations that several domains must treat together: a choice, a cast,
+and a part of an S that differs between members.
+"""
+
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Hashable
+from collections.abc import Mapping
+import dataclasses
+
+import jax
+from jax.extend import core
+import jax.numpy as jnp
+
+from optax_lossscale._base import leaves
+from optax_lossscale._jaxpr import collectives
+from optax_lossscale._jaxpr import operations
+from optax_lossscale._jaxpr.operations import Axes
+from optax_lossscale._jaxpr.operations import Flag
+from optax_lossscale._jaxpr.operations import Form
+from optax_lossscale.instruments.step import _constants
+from optax_lossscale.instruments.step import _degrees
+from optax_lossscale.instruments.step import _finiteness
+from optax_lossscale.instruments.step import _identity
+from optax_lossscale.instruments.step import _values
+from optax_lossscale.instruments.step._degrees import aval
+from optax_lossscale.instruments.step._degrees import FREE
+from optax_lossscale.instruments.step._degrees import Place
+from optax_lossscale.instruments.step._degrees import Symbol
+from optax_lossscale.instruments.step._degrees import Unknown
+from optax_lossscale.instruments.step._values import DATA
+from optax_lossscale.instruments.step._values import Mark
+from optax_lossscale.instruments.step._values import Source
+from optax_lossscale.instruments.step._values import Value
+from optax_lossscale.instruments.step._values import Values
+
+
+def transfer(equation: core.JaxprEqn, inputs: Values, place: Place) -> Values:
+  """Returns the results of an operation at a place."""
+  row, count = operations.of(equation), len(equation.outvars)
+  if row.form is Form.COPIES:
+    return inputs
+  made = _values.made(inputs, place)
+  if _finiteness.may_lose(equation, inputs) and not made.lost:
+    made = made.marked(Mark("taken", False, place))
+  axes = _mesh_axes(equation)
+  if axes and any(unit[1] for x in inputs for unit in x.units):
+    reason = "devices mix members that have an S of their own"
+    return [made.but(degree=Unknown(reason, False, place))] * count
+  if reason := _unreadable(equation):
+    return [made.but(degree=Unknown(reason, False, place))] * count
+  if not inputs:
+    # A device's position is no data of a step, but differs.
+    positions = {Source("varies", x) for x in axes}
+    return [made.sourced(*positions, *[DATA] * bool(axes))] * count
+  made = _between_devices(row, made, axes)
+  known = _constants.transfer(equation, inputs)
+  if known is not None:
+    return [_known(known, made)]
+  together = _TOGETHER.get(row.form)
+  found = together(equation, inputs, made) if together else None
+  if found is not None:
+    return [found]
+  outputs: list[Value] = []
+  for degree in _degrees.transfer(equation, inputs, place):
+    alike = [x for x in inputs if x.degree == degree]
+    # The operation itself made values grow as no input does.
+    grown = next((x.grown for x in alike if x.grown), () if alike else place)
+    outputs.append(made.but(degree=degree, grown=grown, key=object()))
+  if count > 1:
+    return outputs
+  (result,) = outputs
+  identity = _identity.transfer(equation, inputs)
+  if row.form is Form.RESHAPES:
+    return [inputs[0].but(degree=result.degree, identity=identity, place=place)]
+  result = result.but(identity=identity)
+  return [_finiteness.transfer(equation, inputs, result)]
+
+
+def _unreadable(equation: core.JaxprEqn) -> str:
+  """Returns why nothing is known of a value, if nothing is."""
+  variables = (*equation.invars, *equation.outvars)
+  are_arrays = all(isinstance(x.aval, jax.core.ShapedArray) for x in variables)
+  # A reference may hold anything by now.
+  return "" if are_arrays else "it is read from a reference"
+
+
+def _mesh_axes(equation: core.JaxprEqn) -> frozenset[str]:
+  """Returns the axes of a mesh over which an operation works."""
+  # Those of an array are numbers.
+  axes = collectives.axes_of(equation)
+  return frozenset(x for x in axes if isinstance(x, str))
+
+
+def _between_devices(
+  row: operations.Row, made: Value, axes: Collection[str]
+) -> Value:
+  """Returns what an operation between devices makes of the values of all."""
+  if row.flags & collectives.BETWEEN_DEVICES and Flag.DIFFERS not in row.flags:
+    # A value that is put together from all devices is the same on all.
+    agreed = {Source("varies", x) for x in axes}
+    made = made.but(sources=made.sources - agreed)
+  mixed = [Source("mixed", x) for x in axes if made.scales]
+  return made.sourced(*mixed)
+
+
+def _known(known: Value, made: Value) -> Value:
+  """Returns a known result with what its inputs say of devices and gates."""
+  if known.constant is None:
+    return known
+  kept = (x for x in made.sources if x.origin in ("varies", "gate"))
+  return known.unsourced("varies").sourced(*kept)
+
+
+def _select(equation: core.JaxprEqn, inputs: Values, made: Value) -> Value:
+  """Returns what a condition chooses, element by element."""
+  (condition, *choices), place = inputs, made.place
+  (output,) = equation.outvars
+  chosen = choose(condition, choices, output, place, is_branch=False)
+  scaled = [x.may_be_inf for x in choices]
+  if condition.mark("doubted") and any(scaled) and not all(scaled):
+    # The loss is inf or NaN if they are, so they are left out as well.
+    chosen = chosen.marked(None if chosen.lost else Mark("taken", None, place))
+  degree, zero = chosen.degree, condition.zero_of
+  # A number may stand in for 0 where nothing will come of it.
+  is_guard = any(x.place in zero for x in choices)
+  # A mask of positions packs values into one array.
+  is_guard |= condition.is_pure and not condition.scales
+  if isinstance(degree, Unknown) and is_guard:
+    degree = dataclasses.replace(degree, is_sure=False)
+  return chosen.but(degree=degree, place=place)
+
+
+def choose(
+  condition: Value,
+  choices: Values,
+  output: core.Var,
+  place: Place,
+  *,
+  is_branch: bool,
+) -> Value:
+  """Returns a value that a condition chooses."""
+  tested = condition.mark("tested")
+  is_told = is_branch and not tested
+  chosen = join(choices, place, key=output, is_branch=is_told)
+  chosen = chosen.sourced(*condition.sources).marked(*condition.marks)
+  told = chosen.mark("tested")
+  chosen = chosen.unmarked("tested")
+  if told and not leaves.is_gradient(output.aval):
+    # Either truth may be chosen.
+    chosen = chosen.marked(dataclasses.replace(told, finite=None))
+  if isinstance(condition.degree, Unknown):
+    chosen = chosen.but(degree=condition.degree, scale=None)
+  lost = _finiteness.chosen_by(tested, choices) if tested else None
+  if not tested or lost is None:
+    return chosen
+  chosen = chosen.marked(Mark("taken", lost, place))
+  if not is_branch and tested.of is None:
+    return chosen
+  scale = chosen.scale
+  if scale and len({x.scale.stage for x in choices if x.scale}) > 1:
+    scale = scale._replace(stage="untold")
+  # The old value may have been chosen, which no run could tell from it.
+  identity = chosen.identity or _identity.perhaps(choices)
+  return chosen.but(identity=identity, scale=scale)
+
+
+def join(
+  values: Values,
+  place: Place,
+  reason: str = "are chosen between",
+  *,
+  key: Hashable = None,
+  is_branch: bool = True,
+) -> Value:
+  """Returns what is known of a value that is one of several."""
+  identity, scale = _identity.join(values, is_branch=is_branch)
+  degree = _degrees.join(values, reason, place)
+  is_unknown = _degrees.unknown(x.degree for x in values)
+  if scale and isinstance(degree, Unknown) and not is_unknown:
+    # One S or another is an S of its own from here on.
+    key = (place, scale.path, key)
+    axes = next(axes for x in values for _, axes in x.units)
+    degree = _degrees.of((Symbol("an S chosen by a condition", key), axes))
+  return _values.made(values, place).but(
+    degree=degree,
+    identity=identity,
+    constant=_constants.join(values),
+    scale=scale,
+    place=next((x.place for x in values if x.place), place),
+    grown=next((x.grown for x in values if x.grown), ()),
+  )
+
+
+def _convert(equation: core.JaxprEqn, inputs: Values, made: Value) -> Value:
+  """Returns a value in another dtype."""
+  (value,) = inputs
+  before, after = (
+    aval(x[0]).dtype for x in (equation.invars, equation.outvars)
+  )
+  if before == after:
+    return value
+  identity = _identity.cast(equation, inputs)
+  if value.constant is not None:
+    number = _constants.cast(value.constant, after)
+    # Each device has its own rounding of a number that the dtype lacks.
+    return (made if number is None else number).but(identity=identity)
+  if jnp.issubdtype(after, jnp.inexact):
+    scale = value.scale if _identity.holds(after, before) else None
+    return value.but(identity=identity, scale=scale, place=made.place)
+  unknown = _degrees.unknown([value.degree])
+  if after.kind == "b":
+    zero_of = (value.place, *value.zeros)
+    return made.but(degree=unknown or FREE, zero_of=zero_of)
+  if _degrees.is_free(value.degree):
+    kept = value.but(degree=FREE, identity=identity, scale=None)
+    return kept.but(place=made.place)
+  reason = f"a value that {_degrees.in_words(value.degree)} becomes an integer"
+  unknown = unknown or _degrees.mismatch([value], reason, made.place)
+  return made.but(degree=unknown)
+
+
+def _part(equation: core.JaxprEqn, inputs: Values, made: Value) -> Value | None:
+  """Returns a part of an S that differs between members."""
+  value, params, units = inputs[0], equation.params, inputs[0].units
+  if not value.scale or _degrees.fills(equation):
+    return None
+  row = operations.of(equation)
+  before, after = (
+    aval(x[0]).shape for x in (equation.invars, equation.outvars)
+  )
+  axes = units[0][1] if units else ()
+  is_ordered = row.axes is Axes.SAME
+  if not axes or (is_ordered and all(before[x] == after[x] for x in axes)):
+    is_whole = is_ordered and before == after
+    return value if is_whole else value.but(identity=None)
+  if row.form is not Form.SLICES or len(units) != 1:
+    reason = "a part of S is taken that depends on the data"
+    return made.but(degree=Unknown(reason, False, made.place))
+  where = [params[x] for x in ("start_indices", "limit_indices", "strides")]
+  words = f"{units[0][0].words}{[*where[0]]}".replace(" ", "")
+  symbol = Symbol(words, (value.degree, *where))
+  part = symbol, tuple(x for x in axes if after[x] > 1)
+  degree = _degrees.rename(value.degree, lambda _: part)
+  return made.but(degree=degree, scale=value.scale)
+
+
+# Operations that several domains treat together; None leaves them to each.
+_TOGETHER: Mapping[
+  Form, Callable[[core.JaxprEqn, Values, Value], Value | None]
+] = {
+  Form.SELECTS: _select,
+  Form.CONVERTS: _convert,
+  Form.SLICES: _part,
+  Form.PARTS: _part,
+}
