@@ -144,6 +144,7 @@ WITHOUT_A_ROW = {
     rng_bit_generator rng_uniform threefry2x32
   """,
   "numbers that no input decides": "after_all create_token empty2 iota",
+  "a derivative rule before it is transposed, which no step has": "custom_lin",
   "decompositions that no train step was seen to have": """
     hessenberg householder_product polynomial schur tridiagonal
   """,
