@@ -94,8 +94,7 @@ class GradientErrorReport:
         found = f"error {error:7.2%}, {self.zeros[scale]:6.1%} zeros"
       rows.append((f"  S = {_shown(scale)}", found))
     title = f"Gradient in {self.precision}, compared with float32"
-    table = tables.aligned(rows, "<<")
-    return "\n".join([title, *table, *self._sentences()])
+    return "\n".join([title, *tables.aligned(rows, "<<"), *self._sentences()])
 
   def _sentences(self) -> Iterator[str]:
     """Yields what the errors mean for the choice of S."""
