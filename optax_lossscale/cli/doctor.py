@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 import optax_lossscale as ols
 from optax_lossscale._base import formats
+from optax_lossscale._base import tables
 from optax_lossscale._base.arguments import printable
 from optax_lossscale.cli import _parser
 from optax_lossscale.compiled import compiling
@@ -104,13 +105,13 @@ def _print_narrowings(targets: str) -> None:
   versions = ", ".join(f"{name} {y}" for name, y in report.versions.items())
   print(f"Compiled, not timed: {versions}")
   for target, step in report.steps.items():
-    print(f"\n{target:<15}{'  '.join(f'{way:<9}' for way in ways)}".rstrip())
+    rows = [(target, *ways)]
     if step.error:
-      print(f"it does not compile: {step.error}")
+      rows.append((f"it does not compile: {step.error}",))
     kept = {(x.narrow, x.scope): x.kept for x in step.narrowings}
     for dtype in formats.NARROW if kept else ():
-      found = [_FATES[kept[dtype, way]] for way in ways]
-      print(f"{dtype:<15}{'  '.join(f'{x:<9}' for x in found)}".rstrip())
+      rows.append((dtype, *(_FATES[kept[dtype, way]] for way in ways)))
+    print("", *tables.aligned(rows, "<" + "<" * len(ways)), sep="\n")
   print(f"\n{_WAYS}")
 
 

@@ -11,6 +11,7 @@ import warnings
 import optax_lossscale as ols
 from optax_lossscale import instruments
 from optax_lossscale._base import formats
+from optax_lossscale._base import tables
 from optax_lossscale._base.arguments import printable
 from optax_lossscale.cli import _loss_scale
 from optax_lossscale.cli import _parser
@@ -139,11 +140,7 @@ def _table(replays: dict[str, instruments.ReplayedRun]) -> str:
         printable(text),
       )
     )
-  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  return "\n".join(
-    "  ".join([*map(str.rjust, figures, widths), text])
-    for *figures, text in rows
-  )
+  return "\n".join(tables.aligned(rows, ">>>>>><"))
 
 
 def _bits(headroom: float) -> str:

@@ -14,6 +14,7 @@ from jax import export
 from jax.extend.core import primitives
 
 from optax_lossscale._base import arguments
+from optax_lossscale._base import tables
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale.compiled import _compiled_program
 from optax_lossscale.compiled import _narrowings
@@ -366,11 +367,7 @@ def _table(columns: Mapping[str, CompiledStep]) -> list[str]:
     ["", *names],
     *([name, *cells(x)] for name, x in columns.items()),
   ]
-  widths = [max(map(len, column)) for column in table]
-  return [
-    "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-    for row in zip(*table, strict=True)
-  ]
+  return tables.aligned(zip(*table, strict=True), "<" + ">" * len(columns))
 
 
 def _sections(

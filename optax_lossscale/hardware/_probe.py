@@ -15,6 +15,7 @@ import numpy as np
 from optax_lossscale._base import arguments
 from optax_lossscale._base import formats
 from optax_lossscale._base import switches
+from optax_lossscale._base import tables
 from optax_lossscale._step import checks
 
 _REQUIRED = ("float16", "bfloat16", "float32")
@@ -22,7 +23,6 @@ _HEADER = (
   *("dtype", "largest*2", "too large", "0/0", "subnormals"),
   *("cast back", "wider sums"),
 )
-_WIDTHS = 18, 9, 9, 3, 10, 9, 10
 
 
 class Arithmetic(NamedTuple):
@@ -92,7 +92,7 @@ class Hardware:
     preferred = getattr(self.preferred_dtype, "name", "unknown")
     lines = [
       f"{self.device}, through JAX's compiler",
-      *("  ".join(map(str.ljust, row, _WIDTHS)).rstrip() for row in rows),
+      *tables.aligned(rows, "<" * len(_HEADER)),
       f"NaN in a maximum: {'kept' if self.max_keeps_nan else 'dropped'}",
       f"preferred dtype, by the kind of device: {preferred}",
     ]

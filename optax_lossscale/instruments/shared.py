@@ -100,14 +100,17 @@ def is_key(x: object) -> TypeGuard[jax.Array]:
   return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
-def by_path(tree: object) -> dict[Path, jax.Array]:
-  """Returns the gradients of a tree by their paths.
+def by_path(tree: object, *left_out: type) -> dict[Path, jax.Array]:
+  """Returns the gradients of a tree by path, except inside `left_out` classes.
 
   Flax's `_overwrite_with_gradient`, which bypasses the wrapper, is left out.
   """
+  found = jax.tree.leaves_with_path(
+    leaves.as_arrays(tree), is_leaf=lambda x: isinstance(x, left_out)
+  )
   return {
     path: leaf
-    for path, leaf in jax.tree.leaves_with_path(leaves.as_arrays(tree))
+    for path, leaf in found
     if leaves.is_gradient(leaf) and not leaves.overwrites(path)
   }
 

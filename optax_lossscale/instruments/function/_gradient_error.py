@@ -21,6 +21,7 @@ from optax_lossscale._base import arguments
 from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
 from optax_lossscale._base import switches
+from optax_lossscale._base import tables
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._step import backward
 from optax_lossscale.instruments import shared
@@ -86,15 +87,14 @@ class GradientErrorReport:
     return self.errors.get(loss_scale, math.inf) <= limit
 
   def __str__(self) -> str:
-    lines = [f"Gradient in {self.precision}, compared with float32"]
-    names = {scale: f"S = {_shown(scale)}" for scale in self.errors}
-    width = max(map(len, names.values()))
+    rows = []
     for scale, error in self.errors.items():
       found = "overflow"
       if math.isfinite(error):
         found = f"error {error:7.2%}, {self.zeros[scale]:6.1%} zeros"
-      lines.append(f"  {names[scale]:{width}}  {found}")
-    return "\n".join([*lines, *self._sentences()])
+      rows.append((f"  S = {_shown(scale)}", found))
+    title = f"Gradient in {self.precision}, compared with float32"
+    return "\n".join([title, *tables.aligned(rows, "<<"), *self._sentences()])
 
   def _sentences(self) -> Iterator[str]:
     """Yields what the errors mean for the choice of S."""

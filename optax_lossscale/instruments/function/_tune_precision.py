@@ -25,6 +25,7 @@ from optax_lossscale._autocast import levels
 from optax_lossscale._base import arguments
 from optax_lossscale._base import formats
 from optax_lossscale._base import switches
+from optax_lossscale._base import tables
 from optax_lossscale._base.arguments import shown
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
@@ -104,16 +105,14 @@ class TuningReport:
     )
 
   def __str__(self) -> str:
-    rows = [("scope", "work", "error alone", "found")]
+    rows = [("  scope", "work", "error alone", "found")]
     for pattern, x in self.scopes.items():
       errors = ", ".join(map(_percent, x.errors.values()))
       found = f"{x.dtype}: {x.why}" if x.why else x.dtype
-      rows.append((pattern or "(no scope)", f"{x.share:.1%}", errors, found))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+      scope = f"  {pattern or '(no scope)'}"
+      rows.append((scope, f"{x.share:.1%}", errors, found))
     lines = [f"Error of the gradient; the tolerance is {self.tolerance:.2%}"]
-    for first, *others, found in rows:
-      cells = map(str.rjust, others, widths[1:])
-      lines.append("  ".join([f"  {first:{widths[0]}}", *cells, found]))
+    lines += tables.aligned(rows, "<>><")
     found, *confirmed = map(_percent, self.errors)
     lines.append(f"All low: {_percent(self.error_of_all)}. As found: {found}")
     if confirmed:

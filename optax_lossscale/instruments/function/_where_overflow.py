@@ -18,7 +18,6 @@ import numpy as np
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits
 from optax_lossscale._base import formats
-from optax_lossscale._base import leaves as _leaves
 from optax_lossscale._base import switches
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
@@ -182,11 +181,7 @@ def _nonfinite_argument(
   # Both states hold the amax of past steps, which may be inf.
   kept = states.LossScalingState, shared.RecordState
   for name, tree in named.items():
-    for path, leaf in jax.tree.leaves_with_path(
-      _leaves.as_arrays(tree), is_leaf=lambda x: isinstance(x, kept)
-    ):
-      if not _leaves.is_gradient(leaf) or _leaves.overwrites(path):
-        continue
+    for path, leaf in shared.by_path(tree, *kept).items():
       largest = formats.largest(leaf.dtype)
       is_nonfinite = bits.reached(leaf, largest, inclusive=False)
       if elements := int(jnp.sum(is_nonfinite)):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from optax_lossscale._base import formats
 from optax_lossscale._rules import base
 from optax_lossscale._rules import fixed
 from optax_lossscale._step import checks
@@ -169,7 +170,7 @@ class _Tuning:
     if not self.begins and not self.is_fixed:
       self.run = functools.partial(self.run, loss_scale=float(scales[0]))
       self.replay = self.run(rule)
-    limit = _replay.limit_of(self.replay.dtype)
+    limit = formats.limit(formats.FLOAT32, self.replay.dtype)
     self.known = _replay.known_steps(history, limit)
     # log2 of the largest S at which each step is clean; NaN if no S works.
     self.stood = _replay.largest_scales(self.known, limit)

@@ -123,10 +123,9 @@ def write_history(
 
 def _text_of(value: object, kind: type) -> str:
   """Returns a number as text, and anything else as it is."""
-  try:
+  with contextlib.suppress(TypeError, ValueError):
     return str(kind(value))
-  except (TypeError, ValueError):
-    return str(value)
+  return str(value)
 
 
 def _replace(path: pathlib.Path, text: str) -> None:

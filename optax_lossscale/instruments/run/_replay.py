@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 import numpy as np
 import numpy.typing as npt
 import optax
@@ -141,7 +140,8 @@ def replay(
     )
   if loss_scale is not None:
     loss_scale = arguments.check_scale("loss_scale", loss_scale)
-  limit = limit_of(check.dtype)
+  # amax is a float32, so larger values are inf for any dtype.
+  limit = formats.limit(formats.FLOAT32, check.dtype)
   known = known_steps(history, limit)
   with switches.lifted():
     state = leaves.as_arrays(rule.init())
@@ -170,12 +170,6 @@ class Known(NamedTuple):
   failed_at: np.ndarray  # This S and all larger ones overflow.
   loss_scale: np.ndarray  # As recorded.
   amax: np.ndarray  # As recorded.
-
-
-def limit_of(dtype: DTypeLike) -> float:
-  """Returns the largest amax that does not overflow."""
-  # amax is a float32, so larger values are inf for any dtype.
-  return min(formats.largest(dtype), arguments.LARGEST_SCALE)
 
 
 def known_steps(history: _history.History, limit: float) -> Known:
