@@ -16,11 +16,11 @@ import numpy as np
 
 from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import operations
+from optax_lossscale._jaxpr.axes import aval
 from optax_lossscale._jaxpr.operations import Elements
 from optax_lossscale._jaxpr.operations import Form
 from optax_lossscale.instruments.step import _identity
 from optax_lossscale.instruments.step._degrees import ANY
-from optax_lossscale.instruments.step._degrees import aval
 from optax_lossscale.instruments.step._degrees import FREE
 from optax_lossscale.instruments.step._degrees import Number
 from optax_lossscale.instruments.step._values import DATA

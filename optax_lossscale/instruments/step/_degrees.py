@@ -16,15 +16,14 @@ from collections.abc import Sequence
 import dataclasses
 import fractions
 import math
-import typing
 from typing import NamedTuple
 
-import jax
 from jax.extend import core
 
 from optax_lossscale._base import formats
+from optax_lossscale._jaxpr import axes
 from optax_lossscale._jaxpr import operations
-from optax_lossscale._jaxpr.operations import Axes
+from optax_lossscale._jaxpr.axes import aval
 from optax_lossscale._jaxpr.operations import Growth
 from optax_lossscale._jaxpr.operations import Inf
 
@@ -47,13 +46,11 @@ Powers = tuple[tuple[Unit, fractions.Fraction], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Unknown:
-  """The degree of a value that is not a power of S, or may not be one.
-
-  It is sure if values of different degrees were put together, so that the
-  result does depend on S.
-  """
+  """The degree of a value that is not a power of S, or may not be one."""
 
   reason: str = dataclasses.field(compare=False)
+  # True if values of different degrees were put together, so that the result
+  # does depend on S.
   is_sure: bool
   place: Place = dataclasses.field(default=(), compare=False)
   # The place of each operand, with how the operand grows.
@@ -71,16 +68,12 @@ Degree = Powers | Unknown | str
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-  """A value as the rules for degrees see it.
-
-  Attributes:
-    degree: how a value grows with S.
-    constant: the number that all its elements are.
-    place: the operation that made it.
-  """
+  """A value as the rules for degrees see it."""
 
   degree: Degree = FREE
+  # The number that all its elements are.
   constant: Number | None = None
+  # The operation that made it.
   place: Place = dataclasses.field(default=(), compare=False)
 
 
@@ -119,11 +112,6 @@ _EPSILON = 1e-6
 _FLOAT8 = [formats.largest(x) for pair in formats.FLOAT8.items() for x in pair]
 # The signs of an operation's operands that may be such limits.
 _LIMITS = {"max": (-1, -1), "min": (1, 1), "clamp": (-1, 0, 1)}
-
-
-def aval(x: core.Var | core.Literal) -> jax.core.ShapedArray:
-  """Returns the shape and dtype of an array in a jaxpr."""
-  return typing.cast(jax.core.ShapedArray, x.aval)
 
 
 def is_cast(equation: core.JaxprEqn, operands: Sequence[Operand]) -> bool:
@@ -231,9 +219,11 @@ def transfer(
   """Returns the degree of each result of an operation."""
   rule, count = operations.of(equation).degree, len(equation.outvars)
   degrees = [x.degree for x in operands]
-  if count > 1 and unknown(degrees) is None:
-    if _mixes(equation, operands):
-      return [_mixture(equation, place)] * count
+  if (found := unknown(degrees)) is not None:
+    # The order of numbers of several degrees need not depend on S.
+    is_sure = found.is_sure and rule is not Growth.ORDERS
+    return [dataclasses.replace(found, is_sure=is_sure)] * count
+  if count > 1 and not _mixes(equation, operands):
     if rule is Growth.KEEPS and len(operands) == count:
       return degrees
     if rule in _GROWING:
@@ -249,47 +239,47 @@ def _mixes(equation: core.JaxprEqn, operands: Sequence[Operand]) -> bool:
   )
 
 
-def _mixture(equation: core.JaxprEqn, place: Place) -> Unknown:
-  name = equation.primitive.name
-  reason = f"`{name}` mixes members that have an S of their own"
-  return Unknown(reason, False, place)
-
-
 def _result(
   equation: core.JaxprEqn, operands: Sequence[Operand], place: Place
 ) -> Degree:
   """Returns the degree that all results of an operation have."""
   row = operations.of(equation)
-  if (found := unknown(x.degree for x in operands)) is not None:
-    # The order of numbers of several degrees need not depend on S.
-    is_order = row.degree is Growth.ORDERS
-    return dataclasses.replace(found, is_sure=False) if is_order else found
-  are_free = all(is_free(x.degree) for x in operands)
-  if are_free and (row.degree not in _PASS_ANY or fills(equation)):
+  is_filled = fills(equation)
+  if _are_free(operands) and (is_filled or row.degree not in _PASS_ANY):
     return FREE
   if _mixes(equation, operands):
-    return _mixture(equation, place)
+    reason = f"`{row.name}` mixes members that have an S of their own"
+    return Unknown(reason, False, place)
   if row.degree in (Growth.IGNORES, Growth.ORDERS):
     return FREE
-  if fills(equation):
-    reason = f"`{equation.primitive.name}` puts other values in"
-    return Unknown(reason, False, place)
+  if is_filled:
+    return Unknown(f"`{row.name}` puts other values in", False, place)
   parts = [
     dataclasses.replace(x, degree=_moved(equation, i, x.degree) or FREE)
     for i, x in enumerate(operands)
   ]
-  if not all(is_free(x.degree) for x in parts[row.positions]):
+  if not _are_free(parts[row.positions]):
     return mismatch(parts, "an index depends on S", place)
   del parts[row.positions]
   if row.degree in _REASONS:
     return _joined(equation, parts, place)
   rule = _RULES.get(row.degree)
   degree = rule(equation, parts) if rule else None
-  if degree is not None:
-    return degree
+  return _no_power(equation, parts, place) if degree is None else degree
+
+
+def _are_free(operands: Sequence[Operand]) -> bool:
+  return all(is_free(x.degree) for x in operands)
+
+
+def _no_power(
+  equation: core.JaxprEqn, parts: Sequence[Operand], place: Place
+) -> Unknown:
+  """Returns the degree of what is no power of S, but computed from one."""
   grown = next(in_words(x.degree) for x in parts if not is_free(x.degree))
   reason = f"`{equation.primitive.name}` is given what {grown}"
-  is_sure = row.degree in (Growth.DEPENDS, Growth.POWER, Growth.POWERS)
+  rule = operations.of(equation).degree
+  is_sure = rule in (Growth.DEPENDS, Growth.POWER, Growth.POWERS)
   return mismatch(parts, reason, place, is_sure=is_sure)
 
 
@@ -343,10 +333,10 @@ def _joined(
   """Returns the degree of a sum, a choice or a comparison."""
   row = operations.of(equation)
   rule = row.degree
-  numbers = [abs(x.constant) for x in parts if isinstance(x.constant, float)]
   if is_cast(equation, parts):
     parts = [x for x in parts if not is_free(x.degree)] or parts
-  least = min((x for x in numbers if x), default=math.inf)
+  numbers = (abs(x.constant) for x in parts if isinstance(x.constant, float))
+  least = min(filter(None, numbers), default=math.inf)
   is_sum_or_max = rule is Growth.ADDS or row.inf is Inf.LARGEST
   is_guard = is_sum_or_max and least <= _EPSILON
   # What is packed into one array may be unpacked again.
@@ -363,116 +353,9 @@ def _moved(
   """Returns an input's degree in terms of the output's axes; None if mixed."""
 
   def unit_after(unit: Unit) -> Unit | None:
-    symbol, axes = unit
-    places = _output_axes(equation, index) if axes else {}
-    is_whole = places.keys() >= {*axes}
-    return (symbol, tuple(places[x] for x in axes)) if is_whole else None
+    symbol, differs = unit
+    places = axes.output_axes(equation, index) if differs else {}
+    is_whole = places.keys() >= {*differs}
+    return (symbol, tuple(places[x] for x in differs)) if is_whole else None
 
   return rename(degree, unit_after)
-
-
-def _output_axes(equation: core.JaxprEqn, index: int) -> Mapping[int, int]:
-  """Returns where each axis of an input is in the output, if it is whole."""
-  rule = _AXES.get(operations.of(equation).axes)
-  before = aval(equation.invars[index]).shape
-  after = aval(equation.outvars[0]).shape
-  return rule(equation, index, before, after) if rule else {}
-
-
-Shape = tuple[int, ...]
-
-
-def _same_axes(
-  equation: core.JaxprEqn, _: int, before: Shape, after: Shape
-) -> Mapping[int, int]:
-  params = equation.params
-  dropped = params.get("axis", params.get("dimension"))
-  if len(before) != len(after):
-    return {}
-  # Along an axis that changes its length, members are left out or repeated.
-  pairs = enumerate(zip(before, after, strict=True))
-  return {x: x for x, (n, m) in pairs if n == m and x != dropped}
-
-
-def _reshaped_axes(
-  _: core.JaxprEqn, __: int, before: Shape, after: Shape
-) -> Mapping[int, int]:
-  # An axis is kept if as many elements come before it, and it has its size.
-  places = {(math.prod(after[:j]), n): j for j, n in enumerate(after)}
-  found = {i: (math.prod(before[:i]), n) for i, n in enumerate(before)}
-  return {i: places[x] for i, x in found.items() if x in places and x[1] > 1}
-
-
-def _dot_axes(
-  equation: core.JaxprEqn, index: int, before: Shape, after: Shape
-) -> Mapping[int, int]:
-  contracted, batch = (x[index] for x in equation.params["dimension_numbers"])
-  free = [x for x in range(len(before)) if x not in (*contracted, *batch)]
-  # The result has the batch axes, then the free ones of each input.
-  start = len(after) - len(free) if index else len(batch)
-  batched = {x: i for i, x in enumerate(batch)}
-  return batched | {x: start + i for i, x in enumerate(free)}
-
-
-def _reduced_axes(
-  equation: core.JaxprEqn, _: int, before: Shape, __: Shape
-) -> Mapping[int, int]:
-  rest = [x for x in range(len(before)) if x not in equation.params["axes"]]
-  return {x: i for i, x in enumerate(rest)}
-
-
-def _padded_axes(
-  equation: core.JaxprEqn, index: int, before: Shape, _: Shape
-) -> Mapping[int, int]:
-  padding = equation.params["padding_config"]
-  return {x: x for x in range(len(before)) if not (index or any(padding[x]))}
-
-
-def _indexed_axes(
-  equation: core.JaxprEqn, index: int, operand: Shape, _: Shape
-) -> Mapping[int, int]:
-  """Returns where each whole axis of a gather's or scatter's input is."""
-  numbers = equation.params["dimension_numbers"]
-  operand = aval(equation.invars[0]).shape
-  is_gather = "slice_sizes" in equation.params
-  if is_gather:
-    array, sizes = aval(equation.outvars[0]), equation.params["slice_sizes"]
-    windows, left_out = numbers.offset_dims, numbers.collapsed_slice_dims
-    batches = numbers.start_indices_batching_dims
-  elif index == 0:
-    return {x: x for x in range(len(operand))}
-  else:
-    array = aval(equation.invars[2])
-    windows, left_out = numbers.update_window_dims, numbers.inserted_window_dims
-    batches = numbers.scatter_indices_batching_dims
-    sizes = None
-  others = [x for x in range(array.ndim) if x not in windows]
-  batched = numbers.operand_batching_dims
-  inside = [x for x in range(len(operand)) if x not in (*left_out, *batched)]
-  pairs = [*zip(batched, (others[x] for x in batches), strict=True)]
-  pairs += [
-    (x, axis)
-    for x, axis in zip(inside, windows, strict=True)
-    if (sizes[x] if sizes else array.shape[axis]) == operand[x]
-  ]
-  if index == 0:
-    return dict(pairs)
-  return {axis: x for x, axis in pairs} if index == 2 else {}
-
-
-_AXES: Mapping[
-  Axes, Callable[[core.JaxprEqn, int, Shape, Shape], Mapping[int, int]]
-] = {
-  Axes.SAME: _same_axes,
-  Axes.DOT: _dot_axes,
-  Axes.INDEXED: _indexed_axes,
-  Axes.PADDED: _padded_axes,
-  Axes.PERMUTED: lambda equation, *_: {
-    x: i for i, x in enumerate(equation.params["permutation"])
-  },
-  Axes.REDUCED: _reduced_axes,
-  Axes.RESHAPED: _reshaped_axes,
-  Axes.SPREAD: lambda equation, *_: dict(
-    enumerate(equation.params["broadcast_dimensions"])
-  ),
-}

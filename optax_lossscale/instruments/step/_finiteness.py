@@ -48,25 +48,38 @@ def transfer(equation: core.JaxprEqn, inputs: Values, result: Value) -> Value:
     combined = _combined(row.form, tested, inputs)
     result = result.unmarked("tested").marked(combined)
   if row.inf is Inf.TESTS:
-    result = _test(equation, inputs, result)
-  if row.degree is Growth.COMPARES and not result.lost:
-    result = result.marked(_bounded(equation, inputs, result.place))
+    return _test(equation, inputs, result)
+  if rule := _RULES.get(row.degree):
+    result = rule(equation, inputs, result)
+  # What is 0 where a value is, and what compares it with 0.
   if Flag.ZERO in operations.meant(equation).flags:
     first = inputs[0]
     result = result.but(zeros=(first.place, *first.zeros))
   if row.form in (Form.ALL, Form.ANY, Form.FLIPS):
     zeros = (x.zero_of for x in inputs if x.zero_of)
     result = result.but(zero_of=next(zeros, ()))
-  if row.degree in (Growth.ADDS, Growth.SUBTRACTS) and result.mark("taken"):
-    # The other part may show the same inf.
-    is_shown = any(x.may_be_inf and not x.lost for x in inputs)
-    taken = Mark("taken", False, result.place)
-    result = result.unmarked("taken").marked(taken) if is_shown else result
-  if row.degree in (Growth.MULTIPLIES, Growth.DIVIDES):
-    return _product(equation, inputs, result)
-  if row.form is Form.FOLDS and row.degree is Growth.KEEPS:
-    return result.but(factors=_factors(inputs))
   return result
+
+
+def _sum(_: core.JaxprEqn, inputs: Values, result: Value) -> Value:
+  """Returns a sum, in which the other part may show an inf that is taken."""
+  is_shown = any(x.may_be_inf and not x.lost for x in inputs)
+  if not (is_shown and result.mark("taken")):
+    return result
+  return result.unmarked("taken").marked(Mark("taken", False, result.place))
+
+
+def _limited(equation: core.JaxprEqn, inputs: Values, result: Value) -> Value:
+  """Returns what bounds leave of a value."""
+  if result.lost:
+    return result
+  return result.marked(_bounded(equation, inputs, result.place))
+
+
+def _same(equation: core.JaxprEqn, inputs: Values, result: Value) -> Value:
+  """Returns a value that may be another with its sign changed."""
+  is_multiple = operations.of(equation).form is Form.FOLDS
+  return result.but(factors=_factors(inputs)) if is_multiple else result
 
 
 def _product(equation: core.JaxprEqn, inputs: Values, result: Value) -> Value:
@@ -86,6 +99,16 @@ def _product(equation: core.JaxprEqn, inputs: Values, result: Value) -> Value:
   scaled, _ = data_of(parts)
   is_lost = all(x.lost for x in scaled)
   return result if is_lost else result.unmarked("taken", "dropped")
+
+
+_RULES: Mapping[Growth, Callable[[core.JaxprEqn, Values, Value], Value]] = {
+  Growth.ADDS: _sum,
+  Growth.SUBTRACTS: _sum,
+  Growth.COMPARES: _limited,
+  Growth.KEEPS: _same,
+  Growth.MULTIPLIES: _product,
+  Growth.DIVIDES: _product,
+}
 
 
 def _factors(inputs: Values) -> frozenset[object]:
@@ -128,8 +151,10 @@ def _tested_by(
   if not _tests_finiteness(equation, inputs):
     # An inf is also larger than other numbers, and differs from them.
     return Mark("tested", False, place) if scaled else None
-  scaled = [x for x in inputs if x.scales and not x.is_pure]
-  scaled = [x for x in scaled if x.may_be_inf or x.all_of("undefined")]
+  # NaN is left of an inf that few operations hide.
+  scaled = [
+    x for x in inputs if x.all_of("scale", "undefined") and not x.is_pure
+  ]
   if not scaled:
     return None
   name = equation.primitive.name

@@ -16,12 +16,12 @@ import numpy as np
 
 from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import operations
+from optax_lossscale._jaxpr.axes import aval
 from optax_lossscale._jaxpr.operations import Form
 from optax_lossscale._jaxpr.operations import Growth
 from optax_lossscale._jaxpr.operations import Size
 from optax_lossscale.instruments.step import _degrees
 from optax_lossscale.instruments.step._degrees import ANY
-from optax_lossscale.instruments.step._degrees import aval
 from optax_lossscale.instruments.step._values import Identity
 from optax_lossscale.instruments.step._values import Scale
 from optax_lossscale.instruments.step._values import Value
@@ -42,27 +42,26 @@ def transfer(equation: core.JaxprEqn, inputs: Values) -> Identity | None:
   return found or _rewritten(equation, inputs)
 
 
-def join(
-  values: Values, *, is_branch: bool
-) -> tuple[Identity | None, Scale | None]:
-  """Returns the identity of one of several values, and whose S it is.
-
-  Of S and the next S, a branch gives one that may be new.
-  """
+def join(values: Values) -> Identity | None:
+  """Returns the argument that all values are."""
   identities = {x.identity for x in values}
-  identity = identities.pop() if len(identities) == 1 else None
+  return identities.pop() if len(identities) == 1 else None
+
+
+def join_scales(values: Values, *, is_branch: bool) -> Scale | None:
+  """Returns whose S one of several values is."""
   scales = {x.scale for x in values if x.scale}
   if not all(x.scale for x in values) or len({x.path for x in scales}) > 1:
-    return identity, None
-  stages = {x.stage for x in scales}
-  if len(stages) == 1:
-    stage = stages.pop()
-  elif "untold" in stages:
-    stage = "untold"
-  else:
-    stage = "new" if is_branch and stages == {"old", "new"} else "either"
+    return None
+  first, stages = next(iter(scales)), {x.stage for x in scales}
+  stage = first.stage
+  if len(stages) > 1:
+    # Of S and the next S, a branch gives one that may be new.
+    is_new = is_branch and stages == {"old", "new"}
+    stage = "new" if is_new else "either"
+    stage = "untold" if "untold" in stages else stage
   moves = frozenset[_degrees.Place]().union(*(x.moves for x in scales))
-  return identity, next(iter(scales))._replace(stage=stage, moves=moves)
+  return first._replace(stage=stage, moves=moves)
 
 
 def formed(
@@ -93,23 +92,22 @@ def _rewritten(equation: core.JaxprEqn, inputs: Values) -> Identity | None:
   """Returns the identity of what may be an argument, written otherwise."""
   row = operations.of(equation)
   is_arithmetic = row.form in _ARITHMETIC
-  parts = [x for x in inputs if x.identity]
-  others = [x for x in inputs if not x.identity]
-  identity = perhaps(parts)
-  is_known = is_arithmetic or row.size is Size.MOVES
-  if identity is None or not is_known or not _is_of_one(parts, others):
+  first = _argument_of(inputs)
+  if first is None or not (is_arithmetic or row.size is Size.MOVES):
     return None
-  first = parts[0].identity
-  if is_arithmetic and first and first.is_sure and not first.forms and others:
+  is_one = not all(x.identity for x in inputs)
+  if is_arithmetic and is_one and first.is_sure and not first.forms:
     return formed(first, row.name)
-  return identity._replace(forms=())
+  return first._replace(forms=(), is_sure=False)
 
 
-def _is_of_one(parts: Values, others: Values) -> bool:
-  """Returns whether values are of one argument, beside numbers alone."""
-  arguments = {x.identity and x.identity.argument for x in parts}
+def _argument_of(inputs: Values) -> Identity | None:
+  """Returns the only argument among inputs that are numbers otherwise."""
+  found = [x.identity for x in inputs if x.identity]
+  others = [x for x in inputs if not x.identity]
   is_beside = any(x.all_of("reads") or x.scales for x in others)
-  return len(arguments) == 1 and not is_beside
+  is_one = len({x.argument for x in found}) == 1
+  return found[0] if is_one and not is_beside else None
 
 
 def _projected(inputs: Values) -> Identity | None:

@@ -20,6 +20,7 @@ from optax_lossscale._base import leaves
 from optax_lossscale._base import promises
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
+from optax_lossscale._jaxpr.axes import aval
 from optax_lossscale._step import states
 from optax_lossscale.instruments.step import _constants
 from optax_lossscale.instruments.step import _degrees
@@ -28,7 +29,6 @@ from optax_lossscale.instruments.step import _loops
 from optax_lossscale.instruments.step import _promised
 from optax_lossscale.instruments.step import _transfer
 from optax_lossscale.instruments.step import _values
-from optax_lossscale.instruments.step._degrees import aval
 from optax_lossscale.instruments.step._degrees import FREE
 from optax_lossscale.instruments.step._degrees import Place
 from optax_lossscale.instruments.step._degrees import Symbol

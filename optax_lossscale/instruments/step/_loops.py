@@ -1,28 +1,31 @@
-"""What a loop leaves, by induction over its rounds.
+"""What a loop leaves, by induction over its rounds."""
 
-What is said of a carried value must hold before the first round, and a round
-that is given it must give it back: then it holds after any number of rounds.
-So the body is interpreted with what holds at the start; where it gives back
-less, both are joined, and the body is interpreted again, until nothing changes.
-A join only forgets, and there is little to forget, so that ends soon; if it
-does not, nothing is claimed.
-
-An S that moves in the loop is another one in each round. In
-
-  for batch in batches:             # S is S0 at the start, then S1, S2 ...
-    grads = grad(S * loss(params, batch))
-    params -= rate * grads / S      # grows as S / S: free of it
-    S = next_scale(S, grads)
-
-"grows as S" would be said of nothing that is carried, since S0 is not S1. So
-the S of a round gets a symbol R of its own. The hypothesis is what the start
-says with R for S0; the body gives what grows with R and with the next S, N; and
-what it gives back is the hypothesis of the next round once N is called R. That
-renaming is sound if R itself is not kept: a value that still grows with the R of
-the round before would be wrong by R / N in the next one, and is the mistake that
-the proof looks for. `kept` says so. After the last round R is called "the S
-after the loop", which nothing outside has.
-"""
+# What is said of a carried value must be true before the first round, and a
+# round that is given it must give it back: then it is true after any number of
+# rounds. So the body is interpreted with what is true at the start. Where it
+# gives back less, both are joined, and the body is interpreted again, until
+# nothing changes. A join only forgets, and there is little to forget, so that
+# is soon; if it is not, nothing is claimed.
+#
+# But if S moves in the loop, each round has another one:
+#
+#   for batch in batches:  # S is S0 at first, and later S1, S2 and so on.
+#     grads = jax.grad(scaled)(params, batch, S)
+#     params -= 0.1 * grads / S  # Grows as S / S, so it does not grow with S.
+#     kept = grads  # Grows as the S of this round: a mistake.
+#     S = next_scale(S, grads)
+#
+# S0 is not S1, so no carried value "grows as S" in every round. The S of a
+# round therefore gets a symbol of its own, R. The hypothesis is what is true at
+# the start, with R in the place of S0. The body returns values that grow with R
+# and with the next S, N. In the next round N is the S of the round, so N is
+# called R, and the hypothesis has to be true again.
+#
+# That is sound only if no value is called by the old R any more: `params` does
+# not grow with it, but `kept` does, and the next round would take its R for a
+# number that it is not. Such a value has no degree from there on, with the
+# reason that it is kept although S is another. After the last round R is "the
+# S after the loop", which is no S of the program outside.
 
 from collections.abc import Callable
 from collections.abc import Collection
@@ -46,16 +49,12 @@ Body = Callable[[Values], tuple[Values, Values]]
 
 @dataclasses.dataclass
 class _Loop:
-  """A loop, and the S that moves in it.
-
-  Attributes:
-    place: the loop.
-    outside: the S that are there before the loop, and stay.
-    rounds: the S of each round, by its position among the carried values.
-  """
+  """A loop, and the S that move in it."""
 
   place: Place
+  # The S that are there before the loop, and stay.
   outside: set[Symbol]
+  # The S of each round, by its position among the carried values.
   rounds: dict[int, Symbol] = dataclasses.field(default_factory=dict)
 
   def moving(self, carry: Values, outputs: Values) -> dict[int, Symbol]:
@@ -126,16 +125,9 @@ def run(
   members: Collection[Symbol] = (),
   runs: bool = False,
 ) -> tuple[list[Value], list[Value]]:
-  """Returns what a loop carries in the end, and what its rounds leave.
-
-  Args:
-    place: the loop.
-    start: what it carries at the start.
-    others: the other values that its body reads.
-    body: interprets a round.
-    members: the S that each round is given one of.
-    runs: whether there is a round at all.
-  """
+  """Returns what a loop carries in the end, and what its rounds leave."""
+  # The body also reads `others`, and is given one of the S of `members`. `runs`
+  # says whether there is a round at all.
   loop = _Loop(place, {x for v in (*start, *others) for x, _ in v.units})
   carry = following = [*start]
   for _ in range(_MOST_ROUNDS):

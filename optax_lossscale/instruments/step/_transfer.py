@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import collectives
 from optax_lossscale._jaxpr import operations
+from optax_lossscale._jaxpr.axes import aval
 from optax_lossscale._jaxpr.operations import Axes
 from optax_lossscale._jaxpr.operations import Flag
 from optax_lossscale._jaxpr.operations import Form
@@ -26,7 +27,6 @@ from optax_lossscale.instruments.step import _degrees
 from optax_lossscale.instruments.step import _finiteness
 from optax_lossscale.instruments.step import _identity
 from optax_lossscale.instruments.step import _values
-from optax_lossscale.instruments.step._degrees import aval
 from optax_lossscale.instruments.step._degrees import FREE
 from optax_lossscale.instruments.step._degrees import Place
 from optax_lossscale.instruments.step._degrees import Symbol
@@ -47,41 +47,47 @@ def transfer(equation: core.JaxprEqn, inputs: Values, place: Place) -> Values:
   if _finiteness.may_lose(equation, inputs) and not made.lost:
     made = made.marked(Mark("taken", False, place))
   axes = _mesh_axes(equation)
-  if axes and any(unit[1] for x in inputs for unit in x.units):
-    reason = "devices mix members that have an S of their own"
-    return [made.but(degree=Unknown(reason, False, place))] * count
-  if reason := _unreadable(equation):
+  if reason := _unclear(equation, inputs, axes):
     return [made.but(degree=Unknown(reason, False, place))] * count
   if not inputs:
-    # A device's position is no data of a step, but differs.
-    positions = {Source("varies", x) for x in axes}
-    return [made.sourced(*positions, *[DATA] * bool(axes))] * count
+    # The position of a device is no number of the program, and differs.
+    positions = [Source("varies", x) for x in axes]
+    return [made.sourced(*positions, *[DATA] * len(axes))] * count
   made = _between_devices(row, made, axes)
   known = _constants.transfer(equation, inputs)
   if known is not None:
     return [_known(known, made)]
   together = _TOGETHER.get(row.form)
   found = together(equation, inputs, made) if together else None
-  if found is not None:
-    return [found]
+  return _by_domain(equation, inputs, made) if found is None else [found]
+
+
+def _by_domain(equation: core.JaxprEqn, inputs: Values, made: Value) -> Values:
+  """Returns results of which each domain speaks for itself."""
   outputs: list[Value] = []
-  for degree in _degrees.transfer(equation, inputs, place):
+  for degree in _degrees.transfer(equation, inputs, made.place):
     alike = [x for x in inputs if x.degree == degree]
-    # The operation itself made values grow as no input does.
-    grown = next((x.grown for x in alike if x.grown), () if alike else place)
+    # If no input grows like this, the operation itself made it grow.
+    grown = next((x.grown for x in alike if x.grown), ())
+    grown = grown if alike else made.place
     outputs.append(made.but(degree=degree, grown=grown, key=object()))
-  if count > 1:
+  if len(outputs) != 1:
     return outputs
   (result,) = outputs
   identity = _identity.transfer(equation, inputs)
-  if row.form is Form.RESHAPES:
-    return [inputs[0].but(degree=result.degree, identity=identity, place=place)]
+  if operations.of(equation).form is Form.RESHAPES:
+    kept = inputs[0].but(degree=result.degree, identity=identity)
+    return [kept.but(place=made.place)]
   result = result.but(identity=identity)
   return [_finiteness.transfer(equation, inputs, result)]
 
 
-def _unreadable(equation: core.JaxprEqn) -> str:
-  """Returns why nothing is known of a value, if nothing is."""
+def _unclear(
+  equation: core.JaxprEqn, inputs: Values, axes: Collection[str]
+) -> str:
+  """Returns why nothing is known of the results, if that is so."""
+  if axes and any(differs for x in inputs for _, differs in x.units):
+    return "devices mix members that have an S of their own"
   variables = (*equation.invars, *equation.outvars)
   are_arrays = all(isinstance(x.aval, jax.core.ShapedArray) for x in variables)
   # A reference may hold anything by now.
@@ -158,12 +164,16 @@ def choose(
   if not tested or lost is None:
     return chosen
   chosen = chosen.marked(Mark("taken", lost, place))
-  if not is_branch and tested.of is None:
-    return chosen
+  # The old value may have been chosen, which no run could tell from it.
+  is_told = is_branch or tested.of is not None
+  return _perhaps_old(chosen, choices) if is_told else chosen
+
+
+def _perhaps_old(chosen: Value, choices: Values) -> Value:
+  """Returns a value that is chosen where an overflow was found by a test."""
   scale = chosen.scale
   if scale and len({x.scale.stage for x in choices if x.scale}) > 1:
     scale = scale._replace(stage="untold")
-  # The old value may have been chosen, which no run could tell from it.
   identity = chosen.identity or _identity.perhaps(choices)
   return chosen.but(identity=identity, scale=scale)
 
@@ -177,7 +187,7 @@ def join(
   is_branch: bool = True,
 ) -> Value:
   """Returns what is known of a value that is one of several."""
-  identity, scale = _identity.join(values, is_branch=is_branch)
+  scale = _identity.join_scales(values, is_branch=is_branch)
   degree = _degrees.join(values, reason, place)
   is_unknown = _degrees.unknown(x.degree for x in values)
   if scale and isinstance(degree, Unknown) and not is_unknown:
@@ -187,7 +197,7 @@ def join(
     degree = _degrees.of((Symbol("an S chosen by a condition", key), axes))
   return _values.made(values, place).but(
     degree=degree,
-    identity=identity,
+    identity=_identity.join(values),
     constant=_constants.join(values),
     scale=scale,
     place=next((x.place for x in values if x.place), place),
@@ -225,27 +235,33 @@ def _convert(equation: core.JaxprEqn, inputs: Values, made: Value) -> Value:
 
 def _part(equation: core.JaxprEqn, inputs: Values, made: Value) -> Value | None:
   """Returns a part of an S that differs between members."""
-  value, params, units = inputs[0], equation.params, inputs[0].units
+  value, units = inputs[0], inputs[0].units
   if not value.scale or _degrees.fills(equation):
     return None
   row = operations.of(equation)
-  before, after = (
-    aval(x[0]).shape for x in (equation.invars, equation.outvars)
-  )
+  variables = equation.invars[0], equation.outvars[0]
+  before, after = (aval(x).shape for x in variables)
   axes = units[0][1] if units else ()
+  # A gather counts axes otherwise.
   is_ordered = row.axes is Axes.SAME
   if not axes or (is_ordered and all(before[x] == after[x] for x in axes)):
     is_whole = is_ordered and before == after
     return value if is_whole else value.but(identity=None)
-  if row.form is not Form.SLICES or len(units) != 1:
-    reason = "a part of S is taken that depends on the data"
-    return made.but(degree=Unknown(reason, False, made.place))
+  if row.form is Form.SLICES and len(units) == 1:
+    return made.but(degree=_member(equation, value), scale=value.scale)
+  reason = "a part of S is taken that depends on the data"
+  return made.but(degree=Unknown(reason, False, made.place))
+
+
+def _member(equation: core.JaxprEqn, value: Value) -> _degrees.Degree:
+  """Returns the degree of the S of one member, or of several."""
+  ((symbol, axes),) = value.units
+  params, after = equation.params, aval(equation.outvars[0]).shape
   where = [params[x] for x in ("start_indices", "limit_indices", "strides")]
-  words = f"{units[0][0].words}{[*where[0]]}".replace(" ", "")
-  symbol = Symbol(words, (value.degree, *where))
-  part = symbol, tuple(x for x in axes if after[x] > 1)
-  degree = _degrees.rename(value.degree, lambda _: part)
-  return made.but(degree=degree, scale=value.scale)
+  words = f"{symbol.words}{[*where[0]]}".replace(" ", "")
+  member = Symbol(words, (value.degree, *where))
+  part = member, tuple(x for x in axes if after[x] > 1)
+  return _degrees.rename(value.degree, lambda _: part) or FREE
 
 
 # Operations that several domains treat together; None leaves them to each.

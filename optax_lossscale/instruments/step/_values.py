@@ -49,76 +49,58 @@ class Source(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-  """What became of an inf in a value, and so in all that comes from it.
-
-  Attributes:
-    fate: what it was.
-    is_sure: whether that is certain; None if the loss alone was tested.
-    place: where that was.
-    finite: the result of a test that means "finite", if there is one.
-    of: the key of a tested value, unless the test only compared sizes.
-  """
+  """What became of an inf in a value, and so in all that comes from it."""
 
   fate: Fate
+  # None if the loss alone was tested.
   is_sure: bool | None = True
   place: Place = dataclasses.field(default=(), compare=False)
+  # The result of a test that means "finite", if there is one.
   finite: bool | None = dataclasses.field(default=None, compare=False)
+  # The key of the value that was tested, unless the test compared sizes alone.
   of: object = dataclasses.field(default=None, compare=False)
 
 
 class Identity(NamedTuple):
-  """An argument that a value is, bit for bit.
+  """An argument that a value is, bit for bit."""
 
-  Attributes:
-    argument: its position.
-    forms: what was done to it, such as a cast that can be undone, each with
-      what undoes it.
-    is_sure: False if the value may only be the argument.
-  """
-
-  argument: int
+  argument: int  # Its position.
+  # What was done to it, such as a cast that can be undone, with what undoes it.
   forms: tuple[tuple[str, Hashable], ...] = ()
+  # False if the value may be the argument, or not.
   is_sure: bool = True
 
 
 class Scale(NamedTuple):
-  """Says that a value is the S of a state.
-
-  Attributes:
-    path: the state.
-    stage: "either" if a condition chooses the old one or the new one; "untold"
-      if it is not new where an overflow was found by other means.
-    moves: the calls of `update` that led to it.
-  """
+  """Says that a value is the S of a state."""
 
   path: leaves.Path
+  # "either" if a condition chooses the old one or the new one; "untold" if it
+  # is not new where an overflow was found by other means.
   stage: Literal["old", "new", "either", "untold"]
+  # The calls of `update` that led to it.
   moves: frozenset[Place] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
 class Value(_degrees.Operand):
-  """A value: its degree, and the other facts known of it.
-
-  Attributes:
-    identity: the argument that it is, bit for bit.
-    scale: the state whose S it is.
-    sources: what it comes from; results inherit them.
-    marks: what became of an inf in it; results inherit them.
-    zeros: the operations whose results are 0 where it is.
-    zero_of: those of the value that it compares with 0.
-    grown: the operation that gave it its degree, if its inputs had others.
-    key: an object that only copies of the value share.
-    factors: the keys of values that it is a multiple of.
-  """
+  """A value: its degree, and the other facts known of it."""
 
   identity: Identity | None = None
+  # The state whose S it is.
   scale: Scale | None = None
+  # Where it comes from, and what became of an inf in it: its results inherit
+  # both.
   sources: frozenset[Source] = frozenset()
   marks: frozenset[Mark] = frozenset()
+  # The operations whose results are 0 where it is, and those of the value that
+  # it compares with 0.
   zeros: tuple[Place, ...] = dataclasses.field(default=(), compare=False)
   zero_of: tuple[Place, ...] = dataclasses.field(default=(), compare=False)
+  # The operation that gave it its degree, if its inputs had others.
   grown: Place = dataclasses.field(default=(), compare=False)
+  # An object that only copies of the value share, and those of the values that
+  # it is a multiple of.
   key: object = dataclasses.field(default_factory=object, compare=False)
   factors: frozenset[object] = dataclasses.field(
     default=frozenset(), compare=False
