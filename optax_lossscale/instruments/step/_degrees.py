@@ -116,13 +116,14 @@ _LIMITS = {"max": (-1, -1), "min": (1, 1), "clamp": (-1, 0, 1)}
 
 def is_cast(equation: core.JaxprEqn, operands: Sequence[Operand]) -> bool:
   """Returns whether bounds are the limits of a float8, as before a cast."""
-  name = equation.primitive.name
+  signs = _LIMITS.get(equation.primitive.name, ())
   found = [
     x.constant is not None and x.constant * sign in _FLOAT8
-    for x, sign in zip(operands, _LIMITS.get(name, ()), strict=False)
+    for x, sign in zip(operands, signs, strict=False)
     if sign
   ]
-  return all(found) if name == "clamp" else any(found)
+  # A value between bounds has two.
+  return all(found) if 0 in signs else any(found)
 
 
 def times(a: Degree, b: Degree, sign: int = 1) -> Degree:
