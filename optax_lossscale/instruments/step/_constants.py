@@ -10,20 +10,18 @@ import math
 import operator
 
 import jax
-from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._base import leaves
-from optax_lossscale._jaxpr import operations
-from optax_lossscale._jaxpr.axes import aval
 from optax_lossscale._jaxpr.operations import Elements
 from optax_lossscale._jaxpr.operations import Form
 from optax_lossscale.instruments.step import _identity
-from optax_lossscale.instruments.step._degrees import ANY
-from optax_lossscale.instruments.step._degrees import FREE
-from optax_lossscale.instruments.step._degrees import Number
+from optax_lossscale.instruments.step._values import ANY
 from optax_lossscale.instruments.step._values import DATA
+from optax_lossscale.instruments.step._values import FREE
+from optax_lossscale.instruments.step._values import Number
+from optax_lossscale.instruments.step._values import Operation
 from optax_lossscale.instruments.step._values import passed
 from optax_lossscale.instruments.step._values import Value
 from optax_lossscale.instruments.step._values import Values
@@ -40,7 +38,7 @@ _FOLDED: Mapping[str, Callable[..., jax.typing.ArrayLike]] = {
   **{"add_any": operator.add, "max": max, "min": min},
 }
 # Numbers that change nothing as the second input, or as one of the two.
-NEUTRAL: Mapping[Form, Number] = {
+_NEUTRAL: Mapping[Form, Number] = {
   Form.PLUS: 0,
   Form.MINUS: 0,
   Form.TIMES: 1,
@@ -50,12 +48,6 @@ NEUTRAL: Mapping[Form, Number] = {
 }
 # Numbers that decide the result as either input, unless the other may be NaN.
 _ABSORBING = {Form.TIMES: 0, Form.ALL: False, Form.ANY: True}
-
-
-def is_number(constant: Number | None, number: Number) -> bool:
-  """Returns whether a known number is another; no flag is a number."""
-  is_alike = isinstance(constant, bool) == isinstance(number, bool)
-  return is_alike and constant == number
 
 
 def number(x: jax.typing.ArrayLike) -> Value:
@@ -76,12 +68,6 @@ def number(x: jax.typing.ArrayLike) -> Value:
   return Value(ANY if is_any else FREE, constant)
 
 
-def transfer(equation: core.JaxprEqn, inputs: Values) -> Value | None:
-  """Returns a result that is an input or a number, or else None."""
-  rule = _RULES.get(operations.of(equation).form)
-  return rule(equation, inputs) if rule else None
-
-
 def join(values: Values) -> Number | None:
   """Returns the number that all values are."""
   # 1 equals True, and is another number.
@@ -97,84 +83,92 @@ def cast(constant: Number, dtype: np.dtype) -> Value | None:
   return number(found) if is_exact or found == constant else None
 
 
-def _selected(_: core.JaxprEqn, inputs: Values) -> Value | None:
+def transfer(operation: Operation) -> Value | None:
+  """Returns a result that is an input or a number, or else None."""
+  rule = _RULES.get(operation.row.form)
+  return rule(operation) if rule else None
+
+
+def _selected(operation: Operation) -> Value | None:
   """Returns the choice of a known condition."""
-  condition, *choices = inputs
+  condition, *choices = operation.inputs
   if condition.constant is None:
     return None
   return passed(choices[int(condition.constant)], condition)
 
 
-def _whole(equation: core.JaxprEqn, inputs: Values) -> Value | None:
+def _whole(operation: Operation) -> Value | None:
   """Returns an array that is taken whole, in the order of its axes."""
-  after = aval(equation.outvars[0])
-  order = equation.params.get("permutation", range(after.ndim))
-  is_whole = aval(equation.invars[0]).shape == after.shape
-  return inputs[0] if is_whole and [*order] == [*range(after.ndim)] else None
+  order = [*range(operation.after.ndim)]
+  is_whole = operation.before.shape == operation.after.shape
+  is_ordered = [*operation.equation.params.get("permutation", order)] == order
+  return operation.inputs[0] if is_whole and is_ordered else None
 
 
-def _extreme(equation: core.JaxprEqn, inputs: Values) -> Value | None:
+def _extreme(operation: Operation) -> Value | None:
   """Returns the number that all elements are, and so is the largest."""
-  is_empty = 0 in aval(equation.invars[0]).shape
-  if len(inputs) > 1 or inputs[0].constant is None or is_empty:
+  first, *others = operation.inputs
+  if others or first.constant is None or 0 in operation.before.shape:
     return None
-  return inputs[0].but(identity=None)
+  return first.but(identity=None)
 
 
-def _flipped(equation: core.JaxprEqn, inputs: Values) -> Value | None:
+def _flipped(operation: Operation) -> Value | None:
   """Returns the opposite of a known flag."""
-  constant = inputs[0].constant
+  constant = operation.inputs[0].constant
   return number(not constant) if isinstance(constant, bool) else None
 
 
-def _folded(equation: core.JaxprEqn, inputs: Values) -> Value | None:
+def _folded(operation: Operation) -> Value | None:
   """Returns the number that an operation makes of numbers."""
-  name, constants = equation.primitive.name, [x.constant for x in inputs]
-  if name in _FOLDED and None not in constants:
+  constants = [x.constant for x in operation.inputs]
+  fold = _FOLDED.get(operation.name)
+  if fold is None:
+    return None
+  if None not in constants:
     with np.errstate(all="ignore"):
-      found = np.asarray(_FOLDED[name](*constants))
-    return number(found.astype(aval(equation.outvars[0]).dtype))
-  is_test = operations.of(equation).elements is Elements.TESTS
-  if not is_test or name not in _FOLDED or _has_floats(equation):
+      return number(np.asarray(fold(*constants)).astype(operation.after.dtype))
+  is_test = operation.row.elements is Elements.TESTS
+  if not is_test or _has_floats(operation):
     return None
   # A count and the next one differ, whatever they are.
-  apart = _identity.apart(*inputs)
-  return None if apart is None else number(_FOLDED[name](apart, 0))
+  apart = _identity.apart(*operation.inputs)
+  return None if apart is None else number(fold(apart, 0))
 
 
-def _arithmetic(equation: core.JaxprEqn, inputs: Values) -> Value | None:
+def _arithmetic(operation: Operation) -> Value | None:
   """Returns a result of two inputs of which one may decide it alone."""
-  form, after = operations.of(equation).form, aval(equation.outvars[0])
-  constants = [x.constant for x in inputs]
+  form, inputs = operation.row.form, operation.inputs
   if len(inputs) == 1:
-    return _extreme(equation, inputs)
-  absorbing = None if _has_floats(equation) else _ABSORBING.get(form)
-  if absorbing is not None and any(is_number(x, absorbing) for x in constants):
-    return number(np.full((), absorbing, after.dtype))
-  if (found := _folded(equation, inputs)) is not None:
+    return _extreme(operation)
+  absorbing = None if _has_floats(operation) else _ABSORBING.get(form)
+  if absorbing is not None and any(x.is_number(absorbing) for x in inputs):
+    return number(np.full((), absorbing, operation.after.dtype))
+  if (found := _folded(operation)) is not None:
     return found
-  if is_number(constants[1], NEUTRAL[form]):
-    return inputs[0]
+  first, second = inputs
+  if second.is_number(_NEUTRAL[form]):
+    return first
   # 0 - x and 1 / x are not x.
   is_symmetric = form not in (Form.MINUS, Form.OVER)
-  is_neutral = is_symmetric and is_number(constants[0], NEUTRAL[form])
-  return inputs[1] if is_neutral else None
+  is_neutral = is_symmetric and first.is_number(_NEUTRAL[form])
+  return second if is_neutral else None
 
 
-def _total(equation: core.JaxprEqn, inputs: Values) -> Value | None:
+def _total(operation: Operation) -> Value | None:
   """Returns the sum of equal numbers; only of 0 if they may round."""
-  constant, after = inputs[0].constant, aval(equation.outvars[0])
-  if constant is None or (_has_floats(equation) and constant != 0):
+  constant, after = operation.inputs[0].constant, operation.after
+  if constant is None or (_has_floats(operation) and constant != 0):
     return None
-  count = aval(equation.invars[0]).size // max(after.size, 1)
+  count = operation.before.size // max(after.size, 1)
   return number(np.asarray(constant * count).astype(after.dtype))
 
 
-def _has_floats(equation: core.JaxprEqn) -> bool:
-  return any(leaves.is_gradient(x.aval) for x in equation.invars)
+def _has_floats(operation: Operation) -> bool:
+  return any(leaves.is_gradient(x.aval) for x in operation.equation.invars)
 
 
-_RULES: Mapping[Form, Callable[[core.JaxprEqn, Values], Value | None]] = {
+_RULES: Mapping[Form, Callable[[Operation], Value | None]] = {
   Form.SELECTS: _selected,
   Form.SLICES: _whole,
   Form.TURNS: _whole,
@@ -182,5 +176,5 @@ _RULES: Mapping[Form, Callable[[core.JaxprEqn, Values], Value | None]] = {
   Form.FLIPS: _flipped,
   Form.FOLDS: _folded,
   Form.TOTALS: _total,
-  **dict.fromkeys(NEUTRAL, _arithmetic),
+  **dict.fromkeys(_NEUTRAL, _arithmetic),
 }

@@ -9,73 +9,30 @@ unit here. CamFort (arXiv 2406.02174) infers units in existing programs.
 """
 
 from collections.abc import Callable
-from collections.abc import Hashable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import fractions
 import math
-from typing import NamedTuple
 
 from jax.extend import core
 
 from optax_lossscale._base import formats
 from optax_lossscale._jaxpr import axes
 from optax_lossscale._jaxpr import operations
-from optax_lossscale._jaxpr.axes import aval
 from optax_lossscale._jaxpr.operations import Growth
 from optax_lossscale._jaxpr.operations import Inf
-
-# An operation, after the calls around it, outermost first.
-Place = tuple[core.JaxprEqn, ...]
-
-
-class Symbol(NamedTuple):
-  """One S: that of a state, the next one, or that of a round of a loop."""
-
-  words: str
-  key: Hashable
-
-
-# One S, and the axes of a value along which it differs: an ensemble has an S
-# for each member.
-Unit = tuple[Symbol, tuple[int, ...]]
-Powers = tuple[tuple[Unit, fractions.Fraction], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Unknown:
-  """The degree of a value that is not a power of S, or may not be one."""
-
-  reason: str = dataclasses.field(compare=False)
-  # True if values of different degrees were put together, so that the result
-  # does depend on S.
-  is_sure: bool
-  place: Place = dataclasses.field(default=(), compare=False)
-  # The place of each operand, with how the operand grows.
-  operands: tuple[tuple[str, Place], ...] = dataclasses.field(
-    default=(), compare=False
-  )
-
-
-Number = bool | int | float
-# Zero, inf and NaN fit every degree.
-ANY = "any"
-FREE: Powers = ()
-Degree = Powers | Unknown | str
-
-
-@dataclasses.dataclass(frozen=True)
-class Operand:
-  """A value as the rules for degrees see it."""
-
-  degree: Degree = FREE
-  # The number that all its elements are.
-  constant: Number | None = None
-  # The operation that made it.
-  place: Place = dataclasses.field(default=(), compare=False)
-
+from optax_lossscale.instruments.step._values import ANY
+from optax_lossscale.instruments.step._values import Degree
+from optax_lossscale.instruments.step._values import FREE
+from optax_lossscale.instruments.step._values import Operation
+from optax_lossscale.instruments.step._values import Place
+from optax_lossscale.instruments.step._values import Powers
+from optax_lossscale.instruments.step._values import Unit
+from optax_lossscale.instruments.step._values import Unknown
+from optax_lossscale.instruments.step._values import Value
+from optax_lossscale.instruments.step._values import Values
 
 # Why inputs must grow alike.
 _REASONS = {
@@ -114,12 +71,12 @@ _FLOAT8 = [formats.largest(x) for pair in formats.FLOAT8.items() for x in pair]
 _LIMITS = {"max": (-1, -1), "min": (1, 1), "clamp": (-1, 0, 1)}
 
 
-def is_cast(equation: core.JaxprEqn, operands: Sequence[Operand]) -> bool:
+def is_cast(operation: Operation) -> bool:
   """Returns whether bounds are the limits of a float8, as before a cast."""
-  signs = _LIMITS.get(equation.primitive.name, ())
+  signs = _LIMITS.get(operation.name, ())
   found = [
     x.constant is not None and x.constant * sign in _FLOAT8
-    for x, sign in zip(operands, signs, strict=False)
+    for x, sign in zip(operation.inputs, signs, strict=False)
     if sign
   ]
   # A value between bounds has two.
@@ -162,7 +119,7 @@ def unknown(degrees: Iterable[Degree]) -> Unknown | None:
 
 
 def join(
-  values: Sequence[Operand], reason: str, place: Place, *, is_sure: bool = True
+  values: Values, reason: str, place: Place, *, is_sure: bool = True
 ) -> Degree:
   """Returns the degree that all values have, if it is one."""
   degrees = {x.degree: None for x in values if x.degree != ANY}
@@ -172,7 +129,7 @@ def join(
 
 
 def mismatch(
-  values: Sequence[Operand], reason: str, place: Place, *, is_sure: bool = True
+  values: Values, reason: str, place: Place, *, is_sure: bool = True
 ) -> Unknown:
   """Returns the degree of what is made of values that grow in other ways."""
   grows = {in_words(x.degree): x.place for x in values if x.degree != ANY}
@@ -214,104 +171,127 @@ def without_axes(degree: Degree) -> Degree:
   return rename(degree, lambda unit: (unit[0], (len(unit[1]),))) or FREE
 
 
-def transfer(
-  equation: core.JaxprEqn, operands: Sequence[Operand], place: Place
-) -> Sequence[Degree]:
+def transfer(operation: Operation) -> Sequence[Degree]:
   """Returns the degree of each result of an operation."""
-  rule, count = operations.of(equation).degree, len(equation.outvars)
-  degrees = [x.degree for x in operands]
+  rule, count = operation.row.degree, len(operation.equation.outvars)
+  degrees = [x.degree for x in operation.inputs]
   if (found := unknown(degrees)) is not None:
     # The order of numbers of several degrees need not depend on S.
     is_sure = found.is_sure and rule is not Growth.ORDERS
     return [dataclasses.replace(found, is_sure=is_sure)] * count
-  if count > 1 and not _mixes(equation, operands):
-    if rule is Growth.KEEPS and len(operands) == count:
+  if count > 1 and _in_result(operation):
+    if rule is Growth.KEEPS and len(degrees) == count:
       return degrees
     if rule in _GROWING:
       grown = _GROWING[rule]
       return [degrees[0] if i == grown else FREE for i in range(count)]
-  return [_result(equation, operands, place)] * count
+  return [_result(operation)] * count
 
 
-def _mixes(equation: core.JaxprEqn, operands: Sequence[Operand]) -> bool:
-  """Returns whether an operation mixes members that have an S of their own."""
-  return any(
-    _moved(equation, i, x.degree) is None for i, x in enumerate(operands)
-  )
-
-
-def _result(
-  equation: core.JaxprEqn, operands: Sequence[Operand], place: Place
-) -> Degree:
+def _result(operation: Operation) -> Degree:
   """Returns the degree that all results of an operation have."""
-  row = operations.of(equation)
-  is_filled = fills(equation)
-  if _are_free(operands) and (is_filled or row.degree not in _PASS_ANY):
+  row, place = operation.row, operation.place
+  is_filled = fills(operation.equation)
+  if _are_free(operation.inputs) and (is_filled or row.degree not in _PASS_ANY):
     return FREE
-  if _mixes(equation, operands):
-    reason = f"`{row.name}` mixes members that have an S of their own"
+  parts = _in_result(operation)
+  if not parts:
+    reason = f"`{operation.name}` mixes members that have an S of their own"
     return Unknown(reason, False, place)
   if row.degree in (Growth.IGNORES, Growth.ORDERS):
     return FREE
   if is_filled:
-    return Unknown(f"`{row.name}` puts other values in", False, place)
-  parts = [
-    dataclasses.replace(x, degree=_moved(equation, i, x.degree) or FREE)
-    for i, x in enumerate(operands)
-  ]
+    return Unknown(f"`{operation.name}` puts other values in", False, place)
   if not _are_free(parts[row.positions]):
     return mismatch(parts, "an index depends on S", place)
   del parts[row.positions]
+  moved = operation._replace(inputs=parts)
   if row.degree in _REASONS:
-    return _joined(equation, parts, place)
+    return _joined(moved)
   rule = _RULES.get(row.degree)
-  degree = rule(equation, parts) if rule else None
-  return _no_power(equation, parts, place) if degree is None else degree
+  degree = rule(moved) if rule else None
+  return _no_power(moved) if degree is None else degree
 
 
-def _are_free(operands: Sequence[Operand]) -> bool:
-  return all(is_free(x.degree) for x in operands)
+def _are_free(values: Values) -> bool:
+  return all(is_free(x.degree) for x in values)
 
 
-def _no_power(
-  equation: core.JaxprEqn, parts: Sequence[Operand], place: Place
-) -> Unknown:
+def _in_result(operation: Operation) -> list[Value]:
+  """Returns inputs in terms of the result's axes; none if members are mixed."""
+  found: list[Value] = []
+  for i, x in enumerate(operation.inputs):
+
+    def unit_after(unit: Unit, index: int = i) -> Unit | None:
+      symbol, differs = unit
+      places = axes.output_axes(operation.equation, index) if differs else {}
+      is_whole = places.keys() >= {*differs}
+      return (symbol, tuple(places[x] for x in differs)) if is_whole else None
+
+    degree = rename(x.degree, unit_after)
+    if degree is None:
+      return []
+    found.append(x.but(degree=degree))
+  return found
+
+
+def _joined(operation: Operation) -> Degree:
+  """Returns the degree of a sum, a choice or a comparison."""
+  rule, parts = operation.row.degree, operation.inputs
+  numbers = (abs(x.constant) for x in parts if isinstance(x.constant, float))
+  least = min(filter(None, numbers), default=math.inf)
+  is_sum_or_max = rule is Growth.ADDS or operation.row.inf is Inf.LARGEST
+  is_guard = is_sum_or_max and least <= _EPSILON
+  if is_cast(operation):
+    parts = [x for x in parts if not is_free(x.degree)] or parts
+  # What is packed into one array may be unpacked again.
+  is_packed = rule in (Growth.PACKS, Growth.SCATTERS)
+  is_sure = not (is_guard or is_packed)
+  degree = join(parts, _REASONS[rule], operation.place, is_sure=is_sure)
+  is_test = rule is Growth.TESTS and not isinstance(degree, Unknown)
+  return FREE if is_test else degree
+
+
+def _no_power(operation: Operation) -> Unknown:
   """Returns the degree of what is no power of S, but computed from one."""
+  rule, parts = operation.row.degree, operation.inputs
   grown = next(in_words(x.degree) for x in parts if not is_free(x.degree))
-  reason = f"`{equation.primitive.name}` is given what {grown}"
-  rule = operations.of(equation).degree
+  reason = f"`{operation.name}` is given what {grown}"
   is_sure = rule in (Growth.DEPENDS, Growth.POWER, Growth.POWERS)
-  return mismatch(parts, reason, place, is_sure=is_sure)
+  return mismatch(parts, reason, operation.place, is_sure=is_sure)
 
 
-def _raised(equation: core.JaxprEqn, parts: Sequence[Operand]) -> Degree | None:
+def _raised(operation: Operation) -> Degree | None:
   """Returns the degree of a power whose exponent is known."""
-  row, first = operations.of(equation), parts[0].degree
-  exponent = _EXPONENTS.get(row.degree, equation.params.get("y"))
-  if row.degree is Growth.POWER:
+  rule, parts = operation.row.degree, operation.inputs
+  exponent = _EXPONENTS.get(rule, operation.equation.params.get("y"))
+  if rule is Growth.POWER:
     exponent = parts[1].constant
-  return None if exponent is None else power(first, exponent)
+  return None if exponent is None else power(parts[0].degree, exponent)
 
 
-def _solved(equation: core.JaxprEqn, parts: Sequence[Operand]) -> Degree | None:
+def _solved(operation: Operation) -> Degree | None:
   """Returns the degree of the x in a x = b."""
-  if equation.params["unit_diagonal"]:
-    return None
-  return times(parts[1].degree, parts[0].degree, -1)
+  is_unit = operation.equation.params["unit_diagonal"]
+  return None if is_unit else _product(operation.inputs[::-1], -1)
 
 
-def _multiplied(equation: core.JaxprEqn, parts: Sequence[Operand]) -> Degree:
+def _multiplied(operation: Operation) -> Degree:
   """Returns the degree of a product of an array's elements."""
-  before, after = map(aval, (equation.invars[0], equation.outvars[0]))
-  return power(parts[0].degree, before.size // max(after.size, 1))
+  count = operation.before.size // max(operation.after.size, 1)
+  return power(operation.inputs[0].degree, count)
 
 
-_RULES: Mapping[
-  Growth, Callable[[core.JaxprEqn, Sequence[Operand]], Degree | None]
-] = {
-  Growth.KEEPS: lambda _, parts: parts[0].degree,
-  Growth.MULTIPLIES: lambda _, parts: times(parts[0].degree, parts[1].degree),
-  Growth.DIVIDES: lambda _, parts: times(parts[0].degree, parts[1].degree, -1),
+def _product(parts: Values, sign: int = 1) -> Degree:
+  """Returns the degree of a product or quotient of two values."""
+  first, second, *_ = parts
+  return times(first.degree, second.degree, sign)
+
+
+_RULES: Mapping[Growth, Callable[[Operation], Degree | None]] = {
+  Growth.KEEPS: lambda x: x.inputs[0].degree,
+  Growth.MULTIPLIES: lambda x: _product(x.inputs),
+  Growth.DIVIDES: lambda x: _product(x.inputs, -1),
   Growth.SOLVES: _solved,
   Growth.PRODUCT: _multiplied,
   **dict.fromkeys((Growth.POWER, Growth.POWERS, *_EXPONENTS), _raised),
@@ -326,37 +306,3 @@ def fills(equation: core.JaxprEqn) -> bool:
     return not (value in (None, 0) or value != value)
   is_packed = operations.of(equation).degree is Growth.PACKS
   return is_packed and not operations.moves(equation)
-
-
-def _joined(
-  equation: core.JaxprEqn, parts: Sequence[Operand], place: Place
-) -> Degree:
-  """Returns the degree of a sum, a choice or a comparison."""
-  row = operations.of(equation)
-  rule = row.degree
-  if is_cast(equation, parts):
-    parts = [x for x in parts if not is_free(x.degree)] or parts
-  numbers = (abs(x.constant) for x in parts if isinstance(x.constant, float))
-  least = min(filter(None, numbers), default=math.inf)
-  is_sum_or_max = rule is Growth.ADDS or row.inf is Inf.LARGEST
-  is_guard = is_sum_or_max and least <= _EPSILON
-  # What is packed into one array may be unpacked again.
-  is_packed = rule in (Growth.PACKS, Growth.SCATTERS)
-  is_sure = not (is_guard or is_packed)
-  degree = join(parts, _REASONS[rule], place, is_sure=is_sure)
-  is_test = rule is Growth.TESTS and not isinstance(degree, Unknown)
-  return FREE if is_test else degree
-
-
-def _moved(
-  equation: core.JaxprEqn, index: int, degree: Degree
-) -> Degree | None:
-  """Returns an input's degree in terms of the output's axes; None if mixed."""
-
-  def unit_after(unit: Unit) -> Unit | None:
-    symbol, differs = unit
-    places = axes.output_axes(equation, index) if differs else {}
-    is_whole = places.keys() >= {*differs}
-    return (symbol, tuple(places[x] for x in differs)) if is_whole else None
-
-  return rename(degree, unit_after)

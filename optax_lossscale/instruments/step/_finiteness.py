@@ -11,8 +11,6 @@ from collections.abc import Mapping
 import dataclasses
 import math
 
-from jax.extend import core
-
 from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import operations
 from optax_lossscale._jaxpr.operations import Elements
@@ -20,11 +18,10 @@ from optax_lossscale._jaxpr.operations import Flag
 from optax_lossscale._jaxpr.operations import Form
 from optax_lossscale._jaxpr.operations import Growth
 from optax_lossscale._jaxpr.operations import Inf
-from optax_lossscale.instruments.step import _constants
 from optax_lossscale.instruments.step import _degrees
-from optax_lossscale.instruments.step._degrees import ANY
-from optax_lossscale.instruments.step._degrees import Place
+from optax_lossscale.instruments.step._values import ANY
 from optax_lossscale.instruments.step._values import Mark
+from optax_lossscale.instruments.step._values import Operation
 from optax_lossscale.instruments.step._values import Source
 from optax_lossscale.instruments.step._values import Value
 from optax_lossscale.instruments.step._values import Values
@@ -37,78 +34,65 @@ _FINITE = {"eq": False, "ge": False}
 _NOT_NAN = {"eq": True, "ne": False}
 
 
-def transfer(equation: core.JaxprEqn, inputs: Values, result: Value) -> Value:
+def transfer(operation: Operation, result: Value) -> Value:
   """Returns an operation's result with what became of an inf in it.
 
   The result comes with the marks of all inputs, and with its degree.
   """
-  row = operations.of(equation)
+  row = operation.row
   tested = result.mark("tested")
   if tested and row.elements is not Elements.PERMUTES:
-    combined = _combined(row.form, tested, inputs)
+    combined = _combined(row.form, tested, operation.inputs)
     result = result.unmarked("tested").marked(combined)
   if row.inf is Inf.TESTS:
-    return _test(equation, inputs, result)
+    return _test(operation, result)
   if rule := _RULES.get(row.degree):
-    result = rule(equation, inputs, result)
+    result = rule(operation, result)
   # What is 0 where a value is, and what compares it with 0.
-  if Flag.ZERO in operations.meant(equation).flags:
-    first = inputs[0]
+  if Flag.ZERO in operations.meant(operation.equation).flags:
+    first = operation.inputs[0]
     result = result.but(zeros=(first.place, *first.zeros))
   if row.form in (Form.ALL, Form.ANY, Form.FLIPS):
-    zeros = (x.zero_of for x in inputs if x.zero_of)
+    zeros = (x.zero_of for x in operation.inputs if x.zero_of)
     result = result.but(zero_of=next(zeros, ()))
   return result
 
 
-def _sum(_: core.JaxprEqn, inputs: Values, result: Value) -> Value:
+def _sum(operation: Operation, result: Value) -> Value:
   """Returns a sum, in which the other part may show an inf that is taken."""
-  is_shown = any(x.may_be_inf and not x.lost for x in inputs)
+  is_shown = any(x.may_be_inf and not x.lost for x in operation.inputs)
   if not (is_shown and result.mark("taken")):
     return result
   return result.unmarked("taken").marked(Mark("taken", False, result.place))
 
 
-def _limited(equation: core.JaxprEqn, inputs: Values, result: Value) -> Value:
-  """Returns what bounds leave of a value."""
-  if result.lost:
-    return result
-  return result.marked(_bounded(equation, inputs, result.place))
-
-
-def _same(equation: core.JaxprEqn, inputs: Values, result: Value) -> Value:
+def _same(operation: Operation, result: Value) -> Value:
   """Returns a value that may be another with its sign changed."""
-  is_multiple = operations.of(equation).form is Form.FOLDS
-  return result.but(factors=_factors(inputs)) if is_multiple else result
+  is_multiple = operation.row.form is Form.FOLDS
+  factors = _factors(operation.inputs)
+  return result.but(factors=factors) if is_multiple else result
 
 
-def _product(equation: core.JaxprEqn, inputs: Values, result: Value) -> Value:
+def _product(operation: Operation, result: Value) -> Value:
   """Returns a product or quotient with what became of an inf in it."""
-  row, parts = operations.of(equation), inputs
+  row, parts = operation.row, operation.inputs
   if row.degree is Growth.DIVIDES:
-    parts = inputs[:1]
+    first, second = parts
+    parts = [first]
     # inf / inf is NaN.
-    if _degrees.is_free(result.degree) and all(x.may_be_inf for x in inputs):
-      paths = inputs[0].all_of("scale") & inputs[1].all_of("scale")
+    if (
+      _degrees.is_free(result.degree) and first.may_be_inf and second.may_be_inf
+    ):
+      paths = first.all_of("scale") & second.all_of("scale")
       undefined = {Source("scale", x): Source("undefined", x) for x in paths}
       sources = frozenset(undefined.get(x, x) for x in result.sources)
       result = result.but(sources=sources)
   if row.elements is Elements.EACH:
     result = result.but(factors=_factors(parts))
   # What is not finite stays so if it is multiplied by anything.
-  scaled, _ = data_of(parts)
+  scaled, _ = _data_of(parts)
   is_lost = all(x.lost for x in scaled)
   return result if is_lost else result.unmarked("taken", "dropped")
-
-
-_RULES: Mapping[Growth, Callable[[core.JaxprEqn, Values, Value], Value]] = {
-  Growth.ADDS: _sum,
-  Growth.SUBTRACTS: _sum,
-  Growth.COMPARES: _limited,
-  Growth.KEEPS: _same,
-  Growth.MULTIPLIES: _product,
-  Growth.DIVIDES: _product,
-}
 
 
 def _factors(inputs: Values) -> frozenset[object]:
@@ -117,7 +101,7 @@ def _factors(inputs: Values) -> frozenset[object]:
   return frozenset[object]().union(*parts)
 
 
-def data_of(inputs: Values) -> tuple[list[Value], bool]:
+def _data_of(inputs: Values) -> tuple[list[Value], bool]:
   """Returns the values of S and data, and whether one does depend on S."""
   scaled = [x for x in inputs if x.may_be_inf]
   return scaled, any(not _degrees.is_free(x.degree) for x in scaled)
@@ -126,29 +110,27 @@ def data_of(inputs: Values) -> tuple[list[Value], bool]:
 # ---- Tests of what is finite.
 
 
-def _test(equation: core.JaxprEqn, inputs: Values, result: Value) -> Value:
+def _test(operation: Operation, result: Value) -> Value:
   """Returns the truth of a test with what it says of an inf."""
-  truth = None
-  if not result.mark("tested"):
-    truth = _tested_by(equation, inputs, result.place)
+  inputs = operation.inputs
+  truth = None if result.mark("tested") else _tested_by(operation)
   is_doubt = any(x.mark("loss") for x in inputs)
-  is_doubt = is_doubt and _tests_finiteness(equation, inputs)
-  doubted = Mark("doubted", True, result.place) if is_doubt else None
+  is_doubt = is_doubt and _tests_finiteness(operation)
+  doubted = Mark("doubted", True, operation.place) if is_doubt else None
   zero_of = (
     (x.place, *x.zeros)
     for x, y in zip(inputs, inputs[::-1], strict=True)
-    if _constants.is_number(y.constant, 0)
+    if y.is_number(0)
   )
   found = result.unmarked("taken", "dropped").marked(truth, doubted)
   return found.but(zero_of=next(zero_of, ()))
 
 
-def _tested_by(
-  equation: core.JaxprEqn, inputs: Values, place: Place
-) -> Mark | None:
+def _tested_by(operation: Operation) -> Mark | None:
   """Returns a mark if a test may find out which scaled values are finite."""
-  scaled, is_sure = data_of(inputs)
-  if not _tests_finiteness(equation, inputs):
+  inputs, place = operation.inputs, operation.place
+  scaled, is_sure = _data_of(inputs)
+  if not _tests_finiteness(operation):
     # An inf is also larger than other numbers, and differs from them.
     return Mark("tested", False, place) if scaled else None
   # NaN is left of an inf that few operations hide.
@@ -157,30 +139,26 @@ def _tested_by(
   ]
   if not scaled:
     return None
-  name = equation.primitive.name
-  finite = (_NOT_NAN if _is_of_nan(equation) else _FINITE).get(name, True)
+  name, first = operation.name, scaled[0]
+  finite = (_NOT_NAN if _is_of_nan(operation) else _FINITE).get(name, True)
   # x < inf is a test, and inf < x is none.
-  is_known = inputs[0] is scaled[0] or name in _NOT_NAN
+  is_known = inputs[0] is first or name in _NOT_NAN
   # It says nothing of an inf that was lost before.
-  known = finite if is_known and not scaled[0].lost else None
-  return Mark("tested", is_sure, place, known, scaled[0].key)
+  known = finite if is_known and not first.lost else None
+  return Mark("tested", is_sure, place, known, first.key)
 
 
-def _tests_finiteness(equation: core.JaxprEqn, inputs: Values) -> bool:
+def _tests_finiteness(operation: Operation) -> bool:
   """Returns whether an operation tells finite numbers from others."""
-  return (
-    len(inputs) == 1
-    or _is_of_nan(equation)
-    or any(
-      isinstance(x.constant, float) and math.isinf(x.constant) for x in inputs
-    )
-  )
+  constants = (x.constant for x in operation.inputs)
+  has_inf = any(isinstance(x, float) and math.isinf(x) for x in constants)
+  return has_inf or len(operation.inputs) == 1 or _is_of_nan(operation)
 
 
-def _is_of_nan(equation: core.JaxprEqn) -> bool:
+def _is_of_nan(operation: Operation) -> bool:
   """Returns whether an operation compares a value with itself."""
-  is_comparison = equation.primitive.name in _NOT_NAN
-  return is_comparison and equation.invars[0] is equation.invars[1]
+  first, last = operation.equation.invars[0], operation.equation.invars[-1]
+  return operation.name in _NOT_NAN and first is last
 
 
 def _combined(form: Form, tested: Mark, inputs: Values) -> Mark:
@@ -207,57 +185,58 @@ def chosen_by(tested: Mark, choices: Values) -> bool | None:
   chosen = choices[0 if tested.finite else 1]
   if chosen.key is tested.of:
     return None
-  is_other = data_of([chosen])[0] and not chosen.lost
+  is_other = chosen.may_be_inf and not chosen.lost
   return bool(tested.is_sure) and not is_other
 
 
 # ---- Operations that hide an inf.
 
 
-def may_lose(equation: core.JaxprEqn, inputs: Values) -> bool:
+def may_lose(operation: Operation) -> bool:
   """Returns whether an operation may leave an inf out."""
-  row = operations.of(equation)
-  scaled = [x.may_be_inf for x in inputs]
-  if not any(scaled) or _degrees.is_cast(equation, inputs):
+  inf = operation.row.inf
+  scaled = any(x.may_be_inf for x in operation.inputs)
+  if not scaled or _degrees.is_cast(operation):
     return False
-  if row.inf in _HIDING:
-    return _HIDING[row.inf](equation, inputs)
+  if inf in _HIDING:
+    return _HIDING[inf](operation)
   # A number of another kind shows nothing.
-  is_float = all(leaves.is_gradient(x.aval) for x in equation.outvars)
-  return row.inf is Inf.HIDES or not is_float
+  outputs = operation.equation.outvars
+  is_float = all(leaves.is_gradient(x.aval) for x in outputs)
+  return inf is Inf.HIDES or not is_float
 
 
-def _hides_exponent(equation: core.JaxprEqn, inputs: Values) -> bool:
-  exponent = equation.params.get("y", inputs[-1].constant)
+def _hides_exponent(operation: Operation) -> bool:
+  inputs, params = operation.inputs, operation.equation.params
+  exponent = params.get("y", inputs[-1].constant)
   return exponent is None or bool(exponent <= 0)
 
 
-_HIDING: Mapping[Inf, Callable[[core.JaxprEqn, Values], bool]] = {
+_HIDING: Mapping[Inf, Callable[[Operation], bool]] = {
   # The largest of absolute values is inf if one of them is.
-  Inf.LARGEST: lambda _, inputs: not _is_positive(inputs[0]),
-  Inf.ORDERED: lambda *_: True,
+  Inf.LARGEST: lambda x: not _is_positive(x.inputs[0]),
+  Inf.ORDERED: lambda _: True,
   # 1 / inf is 0.
-  Inf.DIVIDES: lambda _, inputs: not inputs[0].may_be_inf,
+  Inf.DIVIDES: lambda x: not x.inputs[0].may_be_inf,
   Inf.POWERS: _hides_exponent,
-  Inf.PICKS: lambda _, inputs: any(x.may_be_inf for x in inputs[1:]),
-  Inf.TESTS: lambda *_: False,
+  Inf.PICKS: lambda x: any(y.may_be_inf for y in x.inputs[1:]),
+  Inf.TESTS: lambda _: False,
 }
 
 
-def _bounded(
-  equation: core.JaxprEqn, inputs: Values, place: Place
-) -> Mark | None:
-  """Returns a mark if a bound takes the place of inf."""
+def _limited(operation: Operation, result: Value) -> Value:
+  """Returns what bounds leave of a value; one may take the place of inf."""
+  inputs = operation.inputs
   bounds = [x for x in inputs if x.is_pure and x.degree != ANY]
   # The second of three is between bounds.
-  scaled, is_sure = data_of(inputs[1:2] if len(inputs) > 2 else inputs)
-  if not bounds or not scaled or _degrees.is_cast(equation, inputs):
-    return None
-  is_max = operations.of(equation).inf is Inf.LARGEST
+  scaled, is_sure = _data_of(inputs[1:2] if len(inputs) > 2 else inputs)
+  is_bounded = bounds and scaled and not _degrees.is_cast(operation)
+  is_max = operation.row.inf is Inf.LARGEST
   # A lower bound takes nothing from an absolute value.
-  if is_max and all(_is_positive(x) for x in scaled if x.place):
-    return None
-  return Mark("taken", is_sure and not is_max, place)
+  is_lower = is_max and all(_is_positive(x) for x in scaled if x.place)
+  if result.lost or is_lower or not is_bounded:
+    return result
+  return result.marked(Mark("taken", is_sure and not is_max, result.place))
 
 
 def _is_positive(value: Value) -> bool:
@@ -268,5 +247,14 @@ def _is_positive(value: Value) -> bool:
 
 def _is_nonfinite(value: Value) -> bool:
   """Returns whether a value is a number that is inf or NaN."""
-  is_zero = _constants.is_number(value.constant, 0)
-  return value.is_pure and value.degree == ANY and not is_zero
+  return value.is_pure and value.degree == ANY and not value.is_number(0)
+
+
+_RULES: Mapping[Growth, Callable[[Operation, Value], Value]] = {
+  Growth.ADDS: _sum,
+  Growth.SUBTRACTS: _sum,
+  Growth.COMPARES: _limited,
+  Growth.KEEPS: _same,
+  Growth.MULTIPLIES: _product,
+  Growth.DIVIDES: _product,
+}

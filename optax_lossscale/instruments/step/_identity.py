@@ -10,19 +10,18 @@ from collections.abc import Hashable
 from collections.abc import Iterable
 from collections.abc import Mapping
 
-from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._base import leaves
-from optax_lossscale._jaxpr import operations
-from optax_lossscale._jaxpr.axes import aval
 from optax_lossscale._jaxpr.operations import Form
 from optax_lossscale._jaxpr.operations import Growth
 from optax_lossscale._jaxpr.operations import Size
 from optax_lossscale.instruments.step import _degrees
-from optax_lossscale.instruments.step._degrees import ANY
+from optax_lossscale.instruments.step._values import ANY
 from optax_lossscale.instruments.step._values import Identity
+from optax_lossscale.instruments.step._values import Operation
+from optax_lossscale.instruments.step._values import Place
 from optax_lossscale.instruments.step._values import Scale
 from optax_lossscale.instruments.step._values import Value
 from optax_lossscale.instruments.step._values import Values
@@ -30,16 +29,16 @@ from optax_lossscale.instruments.step._values import Values
 _ARITHMETIC = (Form.PLUS, Form.MINUS, Form.TIMES, Form.OVER)
 
 
-def transfer(equation: core.JaxprEqn, inputs: Values) -> Identity | None:
+def transfer(operation: Operation) -> Identity | None:
   """Returns the identity of an operation's result."""
-  row = operations.of(equation)
+  row = operation.row
   rule = _RULES.get(row.form)
-  found = rule(equation, inputs) if rule else None
+  found = rule(operation) if rule else None
   if row.form is Form.RESHAPES:
     return found
   if row.degree is Growth.COMPARES:
-    found = _projected(inputs)
-  return found or _rewritten(equation, inputs)
+    found = _projected(operation.inputs)
+  return found or _rewritten(operation)
 
 
 def join(values: Values) -> Identity | None:
@@ -60,7 +59,7 @@ def join_scales(values: Values, *, is_branch: bool) -> Scale | None:
     is_new = is_branch and stages == {"old", "new"}
     stage = "new" if is_new else "either"
     stage = "untold" if "untold" in stages else stage
-  moves = frozenset[_degrees.Place]().union(*(x.moves for x in scales))
+  moves = frozenset[Place]().union(*(x.moves for x in scales))
   return first._replace(stage=stage, moves=moves)
 
 
@@ -88,14 +87,14 @@ def perhaps(choices: Iterable[Value]) -> Identity | None:
   return first and first._replace(is_sure=False)
 
 
-def _rewritten(equation: core.JaxprEqn, inputs: Values) -> Identity | None:
+def _rewritten(operation: Operation) -> Identity | None:
   """Returns the identity of what may be an argument, written otherwise."""
-  row = operations.of(equation)
+  row = operation.row
   is_arithmetic = row.form in _ARITHMETIC
-  first = _argument_of(inputs)
+  first = _argument_of(operation.inputs)
   if first is None or not (is_arithmetic or row.size is Size.MOVES):
     return None
-  is_one = not all(x.identity for x in inputs)
+  is_one = not all(x.identity for x in operation.inputs)
   if is_arithmetic and is_one and first.is_sure and not first.forms:
     return formed(first, row.name)
   return first._replace(forms=(), is_sure=False)
@@ -127,12 +126,12 @@ def apart(first: Value, second: Value) -> int | None:
   return {b: 0, more: 1, less: -1}.get(a)
 
 
-def _added(equation: core.JaxprEqn, inputs: Values) -> Identity | None:
+def _added(operation: Operation) -> Identity | None:
   """Returns the identity of a sum in which only one part matters."""
-  is_whole = not leaves.is_gradient(equation.invars[0].aval)
-  is_sum = operations.of(equation).form is Form.PLUS
+  inputs, is_sum = operation.inputs, operation.row.form is Form.PLUS
+  counts = is_sum and not leaves.is_gradient(operation.before)
   for value, other in (inputs, inputs[::-1])[: 1 + is_sum]:
-    if is_whole and is_sum and value.identity and other.constant == 1:
+    if counts and value.identity and other.constant == 1:
       return formed(value.identity, "plus one")
     # 0 times what is unknown is 0, or NaN.
     if other.degree == ANY and value.identity:
@@ -140,10 +139,10 @@ def _added(equation: core.JaxprEqn, inputs: Values) -> Identity | None:
   return None
 
 
-def _reshaped(equation: core.JaxprEqn, inputs: Values) -> Identity | None:
+def _reshaped(operation: Operation) -> Identity | None:
   """Returns the identity of a reshaped array, and of one reshaped back."""
-  identity = inputs[0].identity
-  before, after = map(aval, (equation.invars[0], equation.outvars[0]))
+  identity = operation.inputs[0].identity
+  before, after = operation.before, operation.after
   if identity is None or before.size != after.size:
     return None
   if before.shape == after.shape:
@@ -153,12 +152,10 @@ def _reshaped(equation: core.JaxprEqn, inputs: Values) -> Identity | None:
   return undone(identity, "shape", after.shape) or kept
 
 
-def cast(equation: core.JaxprEqn, inputs: Values) -> Identity | None:
+def cast(operation: Operation) -> Identity | None:
   """Returns the identity of a number in a dtype that holds it, and back."""
-  before, after = (
-    aval(x[0]).dtype for x in (equation.invars, equation.outvars)
-  )
-  identity = inputs[0].identity
+  before, after = operation.before.dtype, operation.after.dtype
+  identity = operation.inputs[0].identity
   is_held = holds(after, before)
   wider = formed(identity, "cast", before) if is_held else None
   return undone(identity, "cast", after) or wider
@@ -178,14 +175,15 @@ def holds(wide: np.dtype, narrow: np.dtype) -> bool:
   return False
 
 
-def _masked(_: core.JaxprEqn, inputs: Values) -> Identity | None:
+def _masked(operation: Operation) -> Identity | None:
   """Returns the identity of a product such as that with a mask."""
-  return perhaps(inputs) if all(x.identity for x in inputs) else None
+  are_all = all(x.identity for x in operation.inputs)
+  return perhaps(operation.inputs) if are_all else None
 
 
-_RULES: Mapping[Form, Callable[[core.JaxprEqn, Values], Identity | None]] = {
-  Form.WRAPS: lambda _, inputs: undone(inputs[0].identity, "data"),
-  Form.UNWRAPS: lambda _, inputs: formed(inputs[0].identity, "data"),
+_RULES: Mapping[Form, Callable[[Operation], Identity | None]] = {
+  Form.WRAPS: lambda x: undone(x.inputs[0].identity, "data"),
+  Form.UNWRAPS: lambda x: formed(x.inputs[0].identity, "data"),
   Form.RESHAPES: _reshaped,
   Form.PLUS: _added,
   Form.MINUS: _added,

@@ -29,13 +29,14 @@ from optax_lossscale.instruments.step import _loops
 from optax_lossscale.instruments.step import _promised
 from optax_lossscale.instruments.step import _transfer
 from optax_lossscale.instruments.step import _values
-from optax_lossscale.instruments.step._degrees import FREE
-from optax_lossscale.instruments.step._degrees import Place
-from optax_lossscale.instruments.step._degrees import Symbol
-from optax_lossscale.instruments.step._degrees import Unknown
+from optax_lossscale.instruments.step._values import FREE
 from optax_lossscale.instruments.step._values import Identity
 from optax_lossscale.instruments.step._values import Mark
+from optax_lossscale.instruments.step._values import Operation
+from optax_lossscale.instruments.step._values import Place
 from optax_lossscale.instruments.step._values import Source
+from optax_lossscale.instruments.step._values import Symbol
+from optax_lossscale.instruments.step._values import Unknown
 from optax_lossscale.instruments.step._values import Value
 from optax_lossscale.instruments.step._values import Values
 
@@ -115,7 +116,7 @@ class Interpreter:
         return outputs
     form = calls.form(equation)
     if form is None:
-      return _transfer.transfer(equation, inputs, place)
+      return _transfer.transfer(Operation(equation, inputs, place))
     around, self._around = self._around, place
     results = self._rules.get(form, self._call)(equation, inputs)
     self._around = around
@@ -288,7 +289,7 @@ def _to_device(value: Value, spec: jax.P, inner: jax.core.ShapedArray) -> Value:
   # None has no leaves.
   meshed = [jax.tree.leaves(x) for x in (*spec, *[None] * inner.ndim)]
 
-  def on_device(unit: _degrees.Unit) -> _degrees.Unit:
+  def on_device(unit: _values.Unit) -> _values.Unit:
     symbol, axes = unit
     return symbol, tuple(x for x in axes if not meshed[x] or inner.shape[x] > 1)
 
@@ -304,7 +305,7 @@ def _to_device(value: Value, spec: jax.P, inner: jax.core.ShapedArray) -> Value:
 def _slice_of(value: Value, place: Place) -> Value:
   """Returns what a round of a scan is given of an array."""
 
-  def member(unit: _degrees.Unit) -> _degrees.Unit:
+  def member(unit: _values.Unit) -> _values.Unit:
     symbol, axes = unit
     if 0 in axes:
       # Each round has the S of one member.
@@ -322,7 +323,7 @@ def _slice_of(value: Value, place: Place) -> Value:
 def _stack_of(value: Value, place: Place) -> Value:
   """Returns the array of what the rounds of a scan leave."""
 
-  def members(unit: _degrees.Unit) -> _degrees.Unit:
+  def members(unit: _values.Unit) -> _values.Unit:
     symbol, axes = unit[0], tuple(x + 1 for x in unit[1])
     match symbol.key:
       case (around, Symbol() as array, "member") if around == place:

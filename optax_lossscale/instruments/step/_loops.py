@@ -34,9 +34,10 @@ import dataclasses
 
 from optax_lossscale.instruments.step import _degrees
 from optax_lossscale.instruments.step import _transfer
-from optax_lossscale.instruments.step._degrees import Place
-from optax_lossscale.instruments.step._degrees import Symbol
-from optax_lossscale.instruments.step._degrees import Unknown
+from optax_lossscale.instruments.step._values import Place
+from optax_lossscale.instruments.step._values import Symbol
+from optax_lossscale.instruments.step._values import Unit
+from optax_lossscale.instruments.step._values import Unknown
 from optax_lossscale.instruments.step._values import Value
 from optax_lossscale.instruments.step._values import Values
 
@@ -93,7 +94,7 @@ class _Loop:
     """Returns a value as another round sees it; other S are no more."""
     stay = self.outside if known is None else known
 
-    def change(unit: _degrees.Unit) -> _degrees.Unit | None:
+    def change(unit: Unit) -> Unit | None:
       symbol, axes = unit
       is_known = symbol in stay or symbol in names
       return (names.get(symbol, symbol), axes) if is_known else None

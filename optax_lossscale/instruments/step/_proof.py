@@ -26,6 +26,7 @@ from optax_lossscale.instruments.step import _degrees
 from optax_lossscale.instruments.step import _interpret
 from optax_lossscale.instruments.step import _next_values
 from optax_lossscale.instruments.step import _promised
+from optax_lossscale.instruments.step import _values
 from optax_lossscale.instruments.step import _verdicts
 from optax_lossscale.instruments.step._promised import Position
 from optax_lossscale.instruments.step._values import Identity
@@ -228,7 +229,7 @@ class _Step:
       # Outputs of zero may be a skip's updates, and those that grow gradients.
       degrees = [skipped[x].degree for x in after]
       is_other = all(
-        x != _degrees.FREE and not isinstance(x, _degrees.Unknown)
+        x != _values.FREE and not isinstance(x, _values.Unknown)
         for x in degrees
       )
       taken = self.next_values.values()
@@ -270,7 +271,7 @@ class _Step:
 
   def run(
     self,
-    overflowing: Collection[Path | _degrees.Place] = (),
+    overflowing: Collection[Path | _values.Place] = (),
     flags: Mapping[int, bool] | None = None,
   ) -> tuple[Sequence[_interpret.Event], list[Value]]:
     """Interprets the step, given the states that overflow."""
@@ -286,13 +287,13 @@ class _Step:
       for x in (state.amax, state.range_used):
         if isinstance(x, Position):
           reason = "it is of the S of the step before"
-          values[x] = values[x].but(degree=_degrees.Unknown(reason, False))
+          values[x] = values[x].but(degree=_values.Unknown(reason, False))
       position = _interpret.position_of_scale(state.loss_scale_state)
       words = "S" if len(self.states) == 1 else f"S of {self.names[path]}"
       axes = tuple(range(self.traced.jaxpr.in_avals[position].ndim))
-      degree = _degrees.of((_degrees.Symbol(words, position), axes))
+      degree = _degrees.of((_values.Symbol(words, position), axes))
       values[position] = values[position].but(
-        degree=_degrees.FREE if path in self.ones else degree,
+        degree=_values.FREE if path in self.ones else degree,
         scale=Scale(path, "old"),
         sources=frozenset([Source("scale", path)]),
       )
@@ -486,18 +487,18 @@ def _told(overflow: object, flags: Sequence[Value]) -> str:
 def _problem(
   value: Value,
   loss_scale: Value,
-  gate: _degrees.Place,
+  gate: _values.Place,
   told: str,
 ) -> _Problem | None:
   """Returns what is wrong with a gradient that enters `update`."""
   for x in (value, loss_scale):
-    if isinstance(x.degree, _degrees.Unknown):
+    if isinstance(x.degree, _values.Unknown):
       text, where = _explained(x)
       verb = "is not" if x.degree.is_sure else "may not be"
       text = f"{verb} S times a true one: {text}"
       return _Problem(_sure(x.degree.is_sure), text, _verdicts.INSIDE, where)
   given, used = map(_degrees.without_axes, (value.degree, loss_scale.degree))
-  if value.degree != _degrees.ANY and given != used:
+  if value.degree != _values.ANY and given != used:
     text = (
       f"{_degrees.in_words(value.degree)}, but `update` divides it by what "
       f"{_degrees.in_words(loss_scale.degree)}"
@@ -688,7 +689,7 @@ def _skip_law(case: _Case) -> Proved:
 
 def _undone_by_one(case: _Case) -> Iterator[_Problem]:
   """Yields what is undone by half if one of a state's updates is skipped."""
-  places: dict[Path, list[_degrees.Place]] = {}
+  places: dict[Path, list[_values.Place]] = {}
   for x in filter(lambda x: x.is_gate, case.events):
     path = _path_of(x.values[x.call.inputs["loss_scale"]])
     places.setdefault(path or (), []).append(x.place)
@@ -773,7 +774,7 @@ def _positioned(tree: object) -> dict[Path, Position]:
 def _explained(value: Value) -> tuple[str, tuple[Line, ...]]:
   """Returns why a value has no fitting degree, and the lines that say so."""
   degree = value.degree
-  if not isinstance(degree, _degrees.Unknown):
+  if not isinstance(degree, _values.Unknown):
     return f"it {_degrees.in_words(degree)}", _lines([value.place])
   lines = _lines([*(x for _, x in degree.operands), degree.place])
   if len(degree.operands) < 2:
@@ -789,7 +790,7 @@ def _explained(value: Value) -> tuple[str, tuple[Line, ...]]:
   return f"{'; '.join(said.values())}; they {degree.reason}", lines
 
 
-def _lines(places: Sequence[_degrees.Place]) -> tuple[Line, ...]:
+def _lines(places: Sequence[_values.Place]) -> tuple[Line, ...]:
   """Returns the user's lines of operations, each once."""
   found: dict[Line, None] = {}
   for place in places:

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import collectives
 from optax_lossscale._jaxpr import operations
-from optax_lossscale._jaxpr.axes import aval
 from optax_lossscale._jaxpr.operations import Axes
 from optax_lossscale._jaxpr.operations import Flag
 from optax_lossscale._jaxpr.operations import Form
@@ -27,46 +26,48 @@ from optax_lossscale.instruments.step import _degrees
 from optax_lossscale.instruments.step import _finiteness
 from optax_lossscale.instruments.step import _identity
 from optax_lossscale.instruments.step import _values
-from optax_lossscale.instruments.step._degrees import FREE
-from optax_lossscale.instruments.step._degrees import Place
-from optax_lossscale.instruments.step._degrees import Symbol
-from optax_lossscale.instruments.step._degrees import Unknown
 from optax_lossscale.instruments.step._values import DATA
+from optax_lossscale.instruments.step._values import Degree
+from optax_lossscale.instruments.step._values import FREE
 from optax_lossscale.instruments.step._values import Mark
+from optax_lossscale.instruments.step._values import Operation
+from optax_lossscale.instruments.step._values import Place
 from optax_lossscale.instruments.step._values import Source
+from optax_lossscale.instruments.step._values import Symbol
+from optax_lossscale.instruments.step._values import Unknown
 from optax_lossscale.instruments.step._values import Value
 from optax_lossscale.instruments.step._values import Values
 
 
-def transfer(equation: core.JaxprEqn, inputs: Values, place: Place) -> Values:
-  """Returns the results of an operation at a place."""
-  row, count = operations.of(equation), len(equation.outvars)
+def transfer(operation: Operation) -> Values:
+  """Returns the results of an operation."""
+  row, count = operation.row, len(operation.equation.outvars)
   if row.form is Form.COPIES:
-    return inputs
-  made = _values.made(inputs, place)
-  if _finiteness.may_lose(equation, inputs) and not made.lost:
-    made = made.marked(Mark("taken", False, place))
-  axes = _mesh_axes(equation)
-  if reason := _unclear(equation, inputs, axes):
-    return [made.but(degree=Unknown(reason, False, place))] * count
-  if not inputs:
+    return operation.inputs
+  made = _values.made(operation.inputs, operation.place)
+  if not made.lost and _finiteness.may_lose(operation):
+    made = made.marked(Mark("taken", False, made.place))
+  axes = _mesh_axes(operation.equation)
+  if reason := _unclear(operation, axes):
+    return [made.but(degree=Unknown(reason, False, made.place))] * count
+  if not operation.inputs:
     # The position of a device is no number of the program, and differs.
     positions = [Source("varies", x) for x in axes]
     return [made.sourced(*positions, *[DATA] * len(axes))] * count
   made = _between_devices(row, made, axes)
-  known = _constants.transfer(equation, inputs)
+  known = _constants.transfer(operation)
   if known is not None:
     return [_known(known, made)]
   together = _TOGETHER.get(row.form)
-  found = together(equation, inputs, made) if together else None
-  return _by_domain(equation, inputs, made) if found is None else [found]
+  found = together(operation, made) if together else None
+  return _by_domain(operation, made) if found is None else [found]
 
 
-def _by_domain(equation: core.JaxprEqn, inputs: Values, made: Value) -> Values:
+def _by_domain(operation: Operation, made: Value) -> Values:
   """Returns results of which each domain speaks for itself."""
-  outputs: list[Value] = []
-  for degree in _degrees.transfer(equation, inputs, made.place):
-    alike = [x for x in inputs if x.degree == degree]
+  first, outputs = operation.inputs[0], []
+  for degree in _degrees.transfer(operation):
+    alike = [x for x in operation.inputs if x.degree == degree]
     # If no input grows like this, the operation itself made it grow.
     grown = next((x.grown for x in alike if x.grown), ())
     grown = grown if alike else made.place
@@ -74,20 +75,18 @@ def _by_domain(equation: core.JaxprEqn, inputs: Values, made: Value) -> Values:
   if len(outputs) != 1:
     return outputs
   (result,) = outputs
-  identity = _identity.transfer(equation, inputs)
-  if operations.of(equation).form is Form.RESHAPES:
-    kept = inputs[0].but(degree=result.degree, identity=identity)
+  identity = _identity.transfer(operation)
+  if operation.row.form is Form.RESHAPES:
+    kept = first.but(degree=result.degree, identity=identity)
     return [kept.but(place=made.place)]
-  result = result.but(identity=identity)
-  return [_finiteness.transfer(equation, inputs, result)]
+  return [_finiteness.transfer(operation, result.but(identity=identity))]
 
 
-def _unclear(
-  equation: core.JaxprEqn, inputs: Values, axes: Collection[str]
-) -> str:
+def _unclear(operation: Operation, axes: Collection[str]) -> str:
   """Returns why nothing is known of the results, if that is so."""
-  if axes and any(differs for x in inputs for _, differs in x.units):
+  if axes and any(differs for x in operation.inputs for _, differs in x.units):
     return "devices mix members that have an S of their own"
+  equation = operation.equation
   variables = (*equation.invars, *equation.outvars)
   are_arrays = all(isinstance(x.aval, jax.core.ShapedArray) for x in variables)
   # A reference may hold anything by now.
@@ -121,15 +120,16 @@ def _known(known: Value, made: Value) -> Value:
   return known.unsourced("varies").sourced(*kept)
 
 
-def _select(equation: core.JaxprEqn, inputs: Values, made: Value) -> Value:
+def _select(operation: Operation, made: Value) -> Value:
   """Returns what a condition chooses, element by element."""
-  (condition, *choices), place = inputs, made.place
-  (output,) = equation.outvars
+  (condition, *choices), place = operation.inputs, made.place
+  (output,) = operation.equation.outvars
   chosen = choose(condition, choices, output, place, is_branch=False)
   scaled = [x.may_be_inf for x in choices]
-  if condition.mark("doubted") and any(scaled) and not all(scaled):
+  is_doubted = condition.mark("doubted") and not chosen.lost
+  if is_doubted and any(scaled) and not all(scaled):
     # The loss is inf or NaN if they are, so they are left out as well.
-    chosen = chosen.marked(None if chosen.lost else Mark("taken", None, place))
+    chosen = chosen.marked(Mark("taken", None, place))
   degree, zero = chosen.degree, condition.zero_of
   # A number may stand in for 0 where nothing will come of it.
   is_guard = any(x.place in zero for x in choices)
@@ -205,18 +205,15 @@ def join(
   )
 
 
-def _convert(equation: core.JaxprEqn, inputs: Values, made: Value) -> Value:
+def _convert(operation: Operation, made: Value) -> Value:
   """Returns a value in another dtype."""
-  (value,) = inputs
-  before, after = (
-    aval(x[0]).dtype for x in (equation.invars, equation.outvars)
-  )
+  (value,) = operation.inputs
+  before, after = operation.before.dtype, operation.after.dtype
   if before == after:
     return value
-  identity = _identity.cast(equation, inputs)
+  identity = _identity.cast(operation)
   if value.constant is not None:
     number = _constants.cast(value.constant, after)
-    # Each device has its own rounding of a number that the dtype lacks.
     return (made if number is None else number).but(identity=identity)
   if jnp.issubdtype(after, jnp.inexact):
     scale = value.scale if _identity.holds(after, before) else None
@@ -233,41 +230,37 @@ def _convert(equation: core.JaxprEqn, inputs: Values, made: Value) -> Value:
   return made.but(degree=unknown)
 
 
-def _part(equation: core.JaxprEqn, inputs: Values, made: Value) -> Value | None:
+def _part(operation: Operation, made: Value) -> Value | None:
   """Returns a part of an S that differs between members."""
-  value, units = inputs[0], inputs[0].units
-  if not value.scale or _degrees.fills(equation):
+  value, row = operation.inputs[0], operation.row
+  if not value.scale or _degrees.fills(operation.equation):
     return None
-  row = operations.of(equation)
-  variables = equation.invars[0], equation.outvars[0]
-  before, after = (aval(x).shape for x in variables)
-  axes = units[0][1] if units else ()
+  before, after = operation.before.shape, operation.after.shape
+  axes = value.units[0][1] if value.units else ()
   # A gather counts axes otherwise.
   is_ordered = row.axes is Axes.SAME
   if not axes or (is_ordered and all(before[x] == after[x] for x in axes)):
     is_whole = is_ordered and before == after
     return value if is_whole else value.but(identity=None)
-  if row.form is Form.SLICES and len(units) == 1:
-    return made.but(degree=_member(equation, value), scale=value.scale)
+  if row.form is Form.SLICES and len(value.units) == 1:
+    return made.but(degree=_member(operation), scale=value.scale)
   reason = "a part of S is taken that depends on the data"
   return made.but(degree=Unknown(reason, False, made.place))
 
 
-def _member(equation: core.JaxprEqn, value: Value) -> _degrees.Degree:
+def _member(operation: Operation) -> Degree:
   """Returns the degree of the S of one member, or of several."""
+  params, value = operation.equation.params, operation.inputs[0]
   ((symbol, axes),) = value.units
-  params, after = equation.params, aval(equation.outvars[0]).shape
   where = [params[x] for x in ("start_indices", "limit_indices", "strides")]
   words = f"{symbol.words}{[*where[0]]}".replace(" ", "")
   member = Symbol(words, (value.degree, *where))
-  part = member, tuple(x for x in axes if after[x] > 1)
+  part = member, tuple(x for x in axes if operation.after.shape[x] > 1)
   return _degrees.rename(value.degree, lambda _: part) or FREE
 
 
 # Operations that several domains treat together; None leaves them to each.
-_TOGETHER: Mapping[
-  Form, Callable[[core.JaxprEqn, Values, Value], Value | None]
-] = {
+_TOGETHER: Mapping[Form, Callable[[Operation, Value], Value | None]] = {
   Form.SELECTS: _select,
   Form.CONVERTS: _convert,
   Form.SLICES: _part,

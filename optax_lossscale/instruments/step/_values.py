@@ -9,13 +9,56 @@ from collections.abc import Hashable
 from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
+import fractions
 from typing import Any
 from typing import Literal
 from typing import NamedTuple
 
+import jax
+from jax.extend import core
+
 from optax_lossscale._base import leaves
-from optax_lossscale.instruments.step import _degrees
-from optax_lossscale.instruments.step._degrees import Place
+from optax_lossscale._jaxpr import axes
+from optax_lossscale._jaxpr import operations
+
+# An operation, after the calls around it, outermost first.
+Place = tuple[core.JaxprEqn, ...]
+
+
+class Symbol(NamedTuple):
+  """One S: that of a state, the next one, or that of a round of a loop."""
+
+  words: str
+  key: Hashable
+
+
+# One S, and the axes of a value along which it differs: an ensemble has an S
+# for each member.
+Unit = tuple[Symbol, tuple[int, ...]]
+Powers = tuple[tuple[Unit, fractions.Fraction], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Unknown:
+  """The degree of a value that is not a power of S, or may not be one."""
+
+  reason: str = dataclasses.field(compare=False)
+  # True if values of different degrees were put together, so that the result
+  # does depend on S.
+  is_sure: bool
+  place: Place = dataclasses.field(default=(), compare=False)
+  # The place of each operand, with how the operand grows.
+  operands: tuple[tuple[str, Place], ...] = dataclasses.field(
+    default=(), compare=False
+  )
+
+
+Number = bool | int | float
+# Zero, inf and NaN fit every degree.
+ANY = "any"
+FREE: Powers = ()
+Degree = Powers | Unknown | str
+
 
 # From what a value was computed; each has a detail.
 #   scale: from the S of this state.
@@ -83,9 +126,14 @@ class Scale(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Value(_degrees.Operand):
-  """A value: its degree, and the other facts known of it."""
+class Value:
+  """What is known of a value."""
 
+  degree: Degree = FREE
+  # The number that all its elements are.
+  constant: Number | None = None
+  # The operation that made it.
+  place: Place = dataclasses.field(default=(), compare=False)
   identity: Identity | None = None
   # The state whose S it is.
   scale: Scale | None = None
@@ -157,14 +205,49 @@ class Value(_degrees.Operand):
     """True if it was computed from S and numbers alone."""
     return not self.all_of("reads")
 
+  def is_number(self, number: Number) -> bool:
+    """Returns whether it is a known number; no flag is one."""
+    is_alike = isinstance(self.constant, bool) == isinstance(number, bool)
+    return is_alike and self.constant == number
+
   @property
-  def units(self) -> list[_degrees.Unit]:
+  def units(self) -> list[Unit]:
     """The S that it grows with."""
     degree = self.degree
     return [x for x, _ in degree] if isinstance(degree, tuple) else []
 
 
 Values = Sequence[Value]
+
+
+class Operation(NamedTuple):
+  """An operation, and what is known of its inputs."""
+
+  equation: core.JaxprEqn
+  inputs: Values
+  place: Place
+
+  @property
+  def row(self) -> operations.Row:
+    """What the operation does."""
+    return operations.of(self.equation)
+
+  @property
+  def name(self) -> str:
+    """The name of its primitive."""
+    return self.equation.primitive.name
+
+  @property
+  def before(self) -> jax.core.ShapedArray:
+    """The shape and dtype of its first input."""
+    return axes.aval(self.equation.invars[0])
+
+  @property
+  def after(self) -> jax.core.ShapedArray:
+    """The shape and dtype of its first result."""
+    return axes.aval(self.equation.outvars[0])
+
+
 # Results inherit this from arguments other than S.
 DATA = Source("reads", "data")
 

@@ -515,7 +515,7 @@ def claims(number, jaxpr):
   """Returns what the interpreter says of each value of a program."""
   axes = tuple(range(jaxpr.in_avals[0].ndim))
   kind = "SV"[number % 2]
-  degree = _degrees.of((_degrees.Symbol(kind, 0), axes))
+  degree = _degrees.of((_values.Symbol(kind, 0), axes))
   of_scale = frozenset([_values.Source("scale", "state")])
   inputs = [
     _values.Value(
@@ -601,7 +601,7 @@ def error(program, i, said):
         number = np.full(value.shape, said.constant)
       if not same(value.astype(number.dtype), number):
         return f"is not {said.constant}"
-    if said.degree == _degrees.ANY and not np.all(
+    if said.degree == _values.ANY and not np.all(
       (value == 0) | ~np.isfinite(value)
     ):
       return "is not 0, inf or NaN"
@@ -634,7 +634,7 @@ def judge(program):
       tainted.add(i)
       continue
     counts["powers"] += isinstance(said.degree, tuple)
-    counts["any"] += said.degree == _degrees.ANY
+    counts["any"] += said.degree == _values.ANY
     counts["identities"] += said.identity is not None
     counts["constants"] += said.constant is not None
     wrong = error(program, i, said)
@@ -657,7 +657,7 @@ def hidden(program):
   saids = claims(program.number, program.jaxpr)
   for i, (said, x) in enumerate(zip(saids, values, strict=False)):
     made = program.made[i]
-    is_known = not isinstance(said.degree, _degrees.Unknown)
+    is_known = not isinstance(said.degree, _values.Unknown)
     is_data = "data" in said.scales
     is_float = jnp.issubdtype(x.dtype, jnp.inexact)
     shows = not np.isfinite(x).all() if is_float else True
