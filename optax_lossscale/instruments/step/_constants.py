@@ -61,6 +61,7 @@ def number(x: jax.typing.ArrayLike) -> Value:
   is_float = jnp.issubdtype(dtype, jnp.inexact)
   if is_float:
     array = array.astype(np.complex128 if array.dtype.kind == "c" else float)
+  # These fit every degree: S times 0 is 0.
   is_any = is_float and bool(np.all((array == 0) | ~np.isfinite(array)))
   is_real = array.size > 0 and array.dtype.kind != "c"
   is_one = is_real and bool(np.all(array == array.flat[0]))
@@ -110,6 +111,7 @@ def _extreme(operation: Operation) -> Value | None:
   first, *others = operation.inputs
   if others or first.constant is None or 0 in operation.before.shape:
     return None
+  # It has another shape than the argument that it may be.
   return first.but(identity=None)
 
 
@@ -141,6 +143,7 @@ def _arithmetic(operation: Operation) -> Value | None:
   form, inputs = operation.row.form, operation.inputs
   if len(inputs) == 1:
     return _extreme(operation)
+  # 0 times inf is NaN, so a float that is 0 decides nothing.
   absorbing = None if _has_floats(operation) else _ABSORBING.get(form)
   if absorbing is not None and any(x.is_number(absorbing) for x in inputs):
     return number(np.full((), absorbing, operation.after.dtype))

@@ -90,6 +90,7 @@ def times(a: Degree, b: Degree, sign: int = 1) -> Degree:
   powers = dict(a)
   for unit, exponent in b:
     powers[unit] = powers.get(unit, fractions.Fraction(0)) + sign * exponent
+  # The order of factors must not matter for equality.
   kept = ((unit, p) for unit, p in powers.items() if p)
   return tuple(sorted(kept, key=lambda x: (x[0][0].words, hash(x))))
 
@@ -200,6 +201,7 @@ def _result(operation: Operation) -> Degree:
     return Unknown(reason, False, place)
   if row.degree in (Growth.IGNORES, Growth.ORDERS):
     return FREE
+  # A number beside values that grow with S grows with no S.
   if is_filled:
     return Unknown(f"`{operation.name}` puts other values in", False, place)
   if not _are_free(parts[row.positions]):
@@ -272,6 +274,7 @@ def _raised(operation: Operation) -> Degree | None:
 
 def _solved(operation: Operation) -> Degree | None:
   """Returns the degree of the x in a x = b."""
+  # Then the diagonal is 1, which does not grow with S.
   is_unit = operation.equation.params["unit_diagonal"]
   return None if is_unit else _product(operation.inputs[::-1], -1)
 

@@ -44,6 +44,7 @@ def transfer(operation: Operation, result: Value) -> Value:
   if tested and row.elements is not Elements.PERMUTES:
     combined = _combined(row.form, tested, operation.inputs)
     result = result.unmarked("tested").marked(combined)
+  # A truth shows nothing of an inf, but which test it is may be known.
   if row.inf is Inf.TESTS:
     return _test(operation, result)
   if rule := _RULES.get(row.degree):
@@ -208,6 +209,7 @@ def may_lose(operation: Operation) -> bool:
 
 def _hides_exponent(operation: Operation) -> bool:
   inputs, params = operation.inputs, operation.equation.params
+  # inf**-1 is 0, and inf**0 is 1.
   exponent = params.get("y", inputs[-1].constant)
   return exponent is None or bool(exponent <= 0)
 

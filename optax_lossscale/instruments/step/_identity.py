@@ -26,6 +26,7 @@ from optax_lossscale.instruments.step._values import Scale
 from optax_lossscale.instruments.step._values import Value
 from optax_lossscale.instruments.step._values import Values
 
+# x * 1 and x + 0 may be written for x, with a 1 or 0 that no rule finds.
 _ARITHMETIC = (Form.PLUS, Form.MINUS, Form.TIMES, Form.OVER)
 
 
@@ -34,6 +35,7 @@ def transfer(operation: Operation) -> Identity | None:
   row = operation.row
   rule = _RULES.get(row.form)
   found = rule(operation) if rule else None
+  # A broadcast array is no argument, not even perhaps.
   if row.form is Form.RESHAPES:
     return found
   if row.degree is Growth.COMPARES:
@@ -50,6 +52,7 @@ def join(values: Values) -> Identity | None:
 def join_scales(values: Values, *, is_branch: bool) -> Scale | None:
   """Returns whose S one of several values is."""
   scales = {x.scale for x in values if x.scale}
+  # One that is no S at all, or that of another state, leaves nothing to say.
   if not all(x.scale for x in values) or len({x.path for x in scales}) > 1:
     return None
   first, stages = next(iter(scales)), {x.stage for x in scales}
@@ -76,6 +79,7 @@ def undone(
   identity: Identity | None, kind: str, detail: Hashable = None
 ) -> Identity | None:
   """Returns the identity of a value that is no more in a form."""
+  # Only the last form can be undone, and only by what undoes it.
   if identity is None or identity.forms[-1:] != ((kind, detail),):
     return None
   return identity._replace(forms=identity.forms[:-1])
@@ -122,6 +126,7 @@ def apart(first: Value, second: Value) -> int | None:
   a, b = first.identity, second.identity
   if not (a and b and a.is_sure and b.is_sure):
     return None
+  # A counter and the next one are compared, as in a schedule.
   more, less = formed(b, "plus one"), undone(b, "plus one")
   return {b: 0, more: 1, less: -1}.get(a)
 
@@ -147,6 +152,7 @@ def _reshaped(operation: Operation) -> Identity | None:
     return None
   if before.shape == after.shape:
     return identity
+  # Of several shapes in a row the first is the one to come back to.
   is_reshaped = identity.forms and identity.forms[-1][0] == "shape"
   kept = identity if is_reshaped else formed(identity, "shape", before.shape)
   return undone(identity, "shape", after.shape) or kept

@@ -117,6 +117,7 @@ class Interpreter:
     form = calls.form(equation)
     if form is None:
       return _transfer.transfer(Operation(equation, inputs, place))
+    # The places of what is inside begin with this call.
     around, self._around = self._around, place
     results = self._rules.get(form, self._call)(equation, inputs)
     self._around = around
@@ -146,6 +147,7 @@ class Interpreter:
   def _cond(self, equation: core.JaxprEqn, inputs: Values) -> Values:
     index, place = inputs[0], self._around
     bodies = calls.bodies(equation)
+    # JAX clamps an index, too.
     if index.constant is not None:
       bodies = [bodies[min(max(int(index.constant), 0), len(bodies) - 1)]]
     updating = [x for x in bodies if _updates(x.jaxpr, self._promised)]
@@ -193,6 +195,7 @@ class Interpreter:
       outputs = self.run(body.jaxpr, [*consts, *carry, *slices])
       return outputs[: len(carried)], outputs[len(carried) :]
 
+    # A scan of no rounds gives back what it is given.
     end, given = _loops.run(
       place,
       [inputs[i] for i in carried],
@@ -214,10 +217,12 @@ class Interpreter:
       goes_on[:] = self.run(test.jaxpr, [values[i] for i in test.inputs])
       return self.run(body.jaxpr, [values[i] for i in body.inputs]), ()
 
+    # The test is interpreted with the same values as the round that follows.
     end, _ = _loops.run(self._around, inputs[start:], consts, run)
     (condition,) = goes_on
     if isinstance(condition.degree, Unknown):
       return [x.but(degree=condition.degree) for x in end]
+    # A loop until values are finite leaves out those that are not.
     if condition.mark("tested"):
       taken = Mark("taken", False, self._around)
       return [x if x.lost else x.marked(taken) for x in end]
@@ -246,6 +251,7 @@ class Interpreter:
         return _scheduled(event)
       case "examine":
         return _examined(event, self._overflowing)
+    # A kind without a rule here must not pass for one.
     assert call.kind == "move"
     return _moved(event)
 
@@ -363,11 +369,13 @@ def _examined(
   made, finding = _made(event), event.call.outputs
   scale = None if loss_scale is None else event.values[loss_scale]
   path = scale.scale.path if scale and scale.scale else None
+  # What has no S of its own sees the overflow of any state.
   overflows = bool(overflowing & {path, place})
   overflows |= path is None and bool(overflowing)
   grows = scale.degree if scale else Unknown("amax grows with S", False, place)
   share = Unknown("the range that is used depends on S", False, place)
   gate = [] if path is None else [Source("gate", path)]
+  # Whether a step overflows is data of no argument, but of a gate.
   flag = made.unsourced("scale", "reads").sourced(*gate)
   told = _constants.number(overflows).marked(*flag.marks)
   dropped = _constants.number(False).marked(*flag.marks)
