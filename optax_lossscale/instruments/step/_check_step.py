@@ -17,10 +17,15 @@ from optax_lossscale._base import leaves
 from optax_lossscale._base import switches
 from optax_lossscale._step import states
 from optax_lossscale.instruments import shared
+from optax_lossscale.instruments.step import _findings
 from optax_lossscale.instruments.step import _next_values
 from optax_lossscale.instruments.step import _proof
 from optax_lossscale.instruments.step import _runs
 from optax_lossscale.instruments.step import _verdicts
+from optax_lossscale.instruments.step._findings import Kind
+from optax_lossscale.instruments.step._findings import LawName
+from optax_lossscale.instruments.step._findings import StepReport
+from optax_lossscale.instruments.step._findings import Verdict
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -49,7 +54,7 @@ def check_step(
   *args: object,
   carry: _next_values.Carry | None = None,
   may_change: Sequence[str] = (),
-) -> _verdicts.StepReport:
+) -> StepReport:
   """Checks whether a train step treats the loss scale correctly.
 
   Most mistakes with loss scaling are silent: the run does not learn, or learns
@@ -179,11 +184,11 @@ def check_step(
   return _as_written(report) if known else report
 
 
-def _as_written(report: _verdicts.StepReport) -> _verdicts.StepReport:
+def _as_written(report: StepReport) -> StepReport:
   """Returns a report whose outputs are those of the user's own NNX step."""
 
   def place_of(place: str) -> str:
-    return _verdicts.IN_PLACE if place[0] == "0" else place[2:]
+    return _findings.IN_PLACE if place[0] == "0" else place[2:]
 
   places = {x: place_of(y) for x, y in report.next_values.items()}
   follows = tuple(map(place_of, report.follows))
@@ -196,7 +201,7 @@ def _report(
   carry: _next_values.Carry | None,
   known: Mapping[str, leaves.Path],
   may_change: Sequence[str],
-) -> _verdicts.StepReport:
+) -> StepReport:
   """Returns what a proof and runs find, or a proof alone if it gets shapes."""
   are_shapes = any(
     isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(named)
@@ -210,8 +215,9 @@ def _report(
       if isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
         error.add_note("A step that JAX cannot trace must be given arrays.")
       raise
-    text = f"{_verdicts.NO_TRACE} ({type(error).__name__}), and so not see it."
-    precision, is_narrow = _verdicts.Law("precision", "not applied", text), True
+    name = type(error).__name__
+    precision = _findings.found(Kind.NO_TRACE, LawName.PRECISION, error=name)
+    is_narrow = True
     outputs = _runs.outputs_of(run, named)
   if traced:
     precision, is_narrow = _verdicts.precision_law(traced.jaxpr)
@@ -226,13 +232,13 @@ def _report(
   bound = _runs.Bound(
     run, named, proof.next_values, proof.certain, free, is_narrow
   )
-  report = _verdicts.StepReport((), bound.places, proof.follows)
+  report = StepReport((), bound.places, proof.follows)
   if not are_shapes:
     report = _runs.report(bound)
-  if is_narrow and any(x.text == _verdicts.SWITCHED_OFF[1] for x in proof.laws):
-    precision = _verdicts.UNSCALED
-  laws = _verdicts.combined(proof.laws, [*report.laws, precision])
-  is_proved = any(x.verdict == "proved" for x in laws)
+  if is_narrow and any(x.kind is Kind.SWITCHED_OFF for x in proof.laws):
+    precision = _findings.found(Kind.UNSCALED, LawName.PRECISION)
+  laws = _findings.combined(proof.laws, [*report.laws, precision])
+  is_proved = any(x.verdict is Verdict.PROVED for x in laws)
   assumptions = proof.assumptions if is_proved else ()
   return dataclasses.replace(report, laws=laws, assumptions=assumptions)
 
@@ -248,9 +254,9 @@ def _proved(
   try:
     return _proof.prove(traced, named, found, certain, free)
   except Exception as error:
-    failed = f"The proof failed ({type(error).__name__}: {error})"
+    text = f"{type(error).__name__}: {error}"
     laws = tuple(
-      _verdicts.Proved(x, "unknown", f"{failed}; please report this step.")
-      for x in ("scale", "invariance", "skip")
+      _findings.found(Kind.PROOF_FAILED, x, error=text)
+      for x in (LawName.SCALE, LawName.INVARIANCE, LawName.SKIP)
     )
     return _proof.Proof(laws, found, certain, (), ())
