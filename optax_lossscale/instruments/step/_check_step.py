@@ -256,7 +256,7 @@ def _proved(
   except Exception as error:
     text = f"{type(error).__name__}: {error}"
     laws = tuple(
-      _findings.found(Kind.PROOF_FAILED, x, error=text)
+      _findings.found(Kind.NO_PROOF, x, error=text)
       for x in (LawName.SCALE, LawName.INVARIANCE, LawName.SKIP)
     )
     return _proof.Proof(laws, found, certain, (), ())

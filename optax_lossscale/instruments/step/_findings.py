@@ -61,6 +61,10 @@ _RETURN = (
   "Return the parameters and the whole state that the last `update` made, and "
   "leave S to the rule."
 )
+_REPORT = (
+  "But the law was proved: please report this step as a bug of check_step, "
+  "unless it reads random numbers or files of the host."
+)
 _ALONE = "Devices must skip together: loss_scaling(..., axis_name=...)."
 
 _OTHER_POWER = (
@@ -120,10 +124,13 @@ class LawName(_Word):
   PRECISION = "precision"
 
 
+_refuted, _open = Verdict.REFUTED.of, Verdict.OPEN.of
+_unknown, _unclear = Verdict.UNKNOWN.of, Verdict.INCONCLUSIVE.of
+_wrong, _moot = Verdict.WRONG.of, Verdict.NOT_APPLIED.of
+_proved, _exact = Verdict.PROVED.of, Verdict.EXACT.of
+_rounding = Verdict.ROUNDING.of
 # What the rule makes of S, or returns, does not depend on a batch.
-_returned = functools.partial(
-  Verdict.REFUTED.of, remedy=_RETURN, in_every_batch=True
-)
+_returned = functools.partial(_refuted, remedy=_RETURN, in_every_batch=True)
 
 
 @enum.unique
@@ -148,115 +155,99 @@ class Kind(enum.Enum):
     return str(self)
 
   # The scale law in a proof.
-  GRADIENT_IS_SCALED = Verdict.PROVED.of(
+  GRADIENT_IS_SCALED = _proved(
     "The gradient that `update` is given is S times the true one."
   )
-  GRADIENTS_ARE_SCALED = Verdict.PROVED.of(
+  GRADIENTS_ARE_SCALED = _proved(
     "Each of the {count} gradients that `update` is given is S times the true "
     "one."
   )
-  NO_POWER = Verdict.REFUTED.of(
+  NO_POWER = _refuted(
     "The gradient {name} is not S times a true one: {why}", _INSIDE
   )
-  MAYBE_NO_POWER = Verdict.UNKNOWN.of(
+  MAYBE_NO_POWER = _unknown(
     "The gradient {name} may not be S times a true one: {why}", _INSIDE
   )
-  OTHER_POWER = Verdict.REFUTED.of(_OTHER_POWER, _NOT_SCALED)
-  SCALED_TWICE = Verdict.REFUTED.of(_OTHER_POWER, _TWICE)
-  INF_LOST = Verdict.REFUTED.of(
+  OTHER_POWER = _refuted(_OTHER_POWER, _NOT_SCALED)
+  SCALED_TWICE = _refuted(_OTHER_POWER, _TWICE)
+  INF_LOST = _refuted(
     "The gradient {name} has lost its inf and NaN, which `update` has to see",
     _HIDES,
   )
-  INF_MAYBE_LOST = Verdict.UNKNOWN.of(
+  INF_MAYBE_LOST = _unknown(
     "The gradient {name} may have lost its inf and NaN, which `update` has to "
     "see",
     "Find an overflow before that, and tell `update` of it: update(..., "
     "overflow=~jnp.isfinite(optax.tree.norm(scaled_grads))).",
   )
-  DROPPED = Verdict.REFUTED.of(
+  DROPPED = _refuted(
     "The gradient {name} leaves out micro-batches, which `overflow=` must say",
     "`accumulate(..., drop=True)` returns what it left out: "
     "update(..., overflow=overflow).",
   )
-  NO_UPDATE = Verdict.UNKNOWN.of("`update` of loss_scaling does not run.")
-  UPDATE_REWRITTEN = Verdict.UNKNOWN.of(
+  NO_UPDATE = _unknown("`update` of loss_scaling does not run.")
+  UPDATE_REWRITTEN = _unknown(
     "`update` of loss_scaling is inside a function that rewrites it, such as "
     "`autocast`; give that function the loss function alone."
   )
 
   # The scale law in runs.
-  PROPORTIONAL = Verdict.EXACT.of("The largest gradient is proportional to S.")
-  NEARLY = Verdict.ROUNDING.of(
-    "The largest gradient is nearly proportional to S."
-  )
-  INDEPENDENT = Verdict.WRONG.of(
-    "The largest gradient does not depend on S.", _NOT_SCALED
-  )
-  SQUARED = Verdict.WRONG.of(
-    "The largest gradient is proportional to S squared.", _TWICE
-  )
-  PART_ADDED = Verdict.WRONG.of(
+  PROPORTIONAL = _exact("The largest gradient is proportional to S.")
+  NEARLY = _rounding("The largest gradient is nearly proportional to S.")
+  UNRELATED = _wrong("The largest gradient does not depend on S.", _NOT_SCALED)
+  SQUARED = _wrong("The largest gradient is proportional to S squared.", _TWICE)
+  PART_ADDED = _wrong(
     "The largest gradient is proportional to S but for a small part.",
     f"Something is added before `update` (weight decay, noise). {_INSIDE}",
   )
-  ODD_POWER = Verdict.WRONG.of(
+  ODD_POWER = _wrong(
     "The largest gradient is proportional to S^{power:.2f}.",
     "Either this S is so small that gradients are lost, or something comes "
     f"before `update` that depends on their size, such as a clip. {_INSIDE}",
   )
-  OVERFLOWS = Verdict.INCONCLUSIVE.of(
+  OVERFLOWS = _unclear(
     "The step overflows at this S and at smaller ones.",
     "Take another batch, or see where this one overflows: "
     "ols.instruments.where_overflow.",
   )
-  REQUESTED = Verdict.INCONCLUSIVE.of(
+  REQUESTED = _unclear(
     "`skip` skipped the step, so nothing could be compared.",
     "Take a batch, or a state, with which the step is applied.",
   )
-  STALLED = Verdict.WRONG.of(
+  STALLED = _wrong(
     "The step overflows at this S, and the rule cannot lower it.",
     "Every such step is skipped. Take a smaller S, or a rule that moves it.",
   )
-  NOTHING_SEEN = Verdict.INCONCLUSIVE.of(
+  NOTHING_SEEN = _unclear(
     "`update` of loss_scaling did not run, or all gradients are 0.",
     "Take another batch, or a step in which it runs, and return the state that "
     "`update` returns. optax.MultiSteps belongs inside of loss_scaling.",
   )
-  SWITCHED_OFF = Verdict.NOT_APPLIED.of("Loss scaling is switched off.")
-  CONSTANT = Verdict.NOT_APPLIED.of(
-    "S is a fixed 1, and the loss is not scaled by it."
-  )
-  SET_ASIDE = Verdict.NOT_APPLIED.of(
+  SWITCHED_OFF = _moot("Loss scaling is switched off.")
+  CONSTANT = _moot("S is a fixed 1, and the loss is not scaled by it.")
+  SET_ASIDE = _moot(
     "The step sets this S aside, as a schedule does in full precision."
   )
 
   # The other arguments of `update`.
-  ARGUMENTS_ARE_FREE = Verdict.PROVED.of(
+  ARGUMENTS_ARE_FREE = _proved(
     "No argument of `update` but the gradients depends on S."
   )
-  ARGUMENT_DEPENDS = Verdict.REFUTED.of("`{name}=` depends on S: {why}", _GIVE)
-  ARGUMENT_MAY_DEPEND = Verdict.UNKNOWN.of(
-    "`{name}=` may depend on S: {why}", _GIVE
-  )
+  ARGUMENT_DEPENDS = _refuted("`{name}=` depends on S: {why}", _GIVE)
+  ARGUMENT_MAY_DEPEND = _unknown("`{name}=` may depend on S: {why}", _GIVE)
 
   # The invariance law in a proof.
-  VALUES_ARE_FREE = Verdict.PROVED.of(
-    "None of {count} next values depends on S."
-  )
-  VALUE_DEPENDS = Verdict.REFUTED.of("{name} depends on S: {why}", _PASSED_BY)
-  VALUE_MAY_DEPEND = Verdict.UNKNOWN.of(
-    "{name} may depend on S: {why}", _PASSED_BY
-  )
+  VALUES_ARE_FREE = _proved("None of {count} next values depends on S.")
+  VALUE_DEPENDS = _refuted("{name} depends on S: {why}", _PASSED_BY)
+  VALUE_MAY_DEPEND = _unknown("{name} may depend on S: {why}", _PASSED_BY)
   OLD_RETURNED = _returned("A step that is applied returns the old {name}")
-  S_NOT_MADE = _returned(
-    "The next S{of} is not what the rule makes of this one"
-  )
+  S_FOREIGN = _returned("The next S{of} is not what the rule makes of this one")
   S_OF_ANOTHER = _returned("The next S{of} is that of {other}")
   S_NEVER_MOVES = _returned("The next S{of} is the old one, so S never moves")
   S_NOT_TOLD = _returned(
     "The next S{of} is the rule's only where the gradients are finite"
   )
-  S_CHOSEN = Verdict.OPEN.of(
+  S_CHOSEN = _open(
     "The next S{of} is the rule's or the old one, by a condition", _RETURN
   )
   S_MISSES_UPDATE = _returned(
@@ -265,106 +256,90 @@ class Kind(enum.Enum):
   S_CANNOT_FALL = _returned(
     "The next S{of} is the old one if the step is skipped, so S cannot fall"
   )
-  DEVICES_MIXED = Verdict.REFUTED.of(
+  DEVICES_MIXED = _refuted(
     "{name} mixes the gradients of all devices along {axis!r}, and each device "
     "skips for itself",
     _ALONE,
   )
-  DEVICES_MAY_DIFFER = Verdict.OPEN.of(
+  DEVICES_MAY_DIFFER = _open(
     "{name} is returned as one, but may differ along {axis!r}", _ALONE
   )
 
   # The invariance law in runs.
-  VALUES_ARE_EQUAL = Verdict.EXACT.of("No next value depends on S.")
-  DIFFER = Verdict.WRONG.of(_DIFFER, _PASSED_BY)
-  GUESSED_DIFFER = Verdict.INCONCLUSIVE.of(_DIFFER, CARRY)
-  MAY_DIFFER = Verdict.INCONCLUSIVE.of(
-    _DIFFER, f"That may be rounding or not: {_WIDE}"
-  )
-  NEARLY_EQUAL = Verdict.ROUNDING.of(
+  VALUES_ARE_EQUAL = _exact("No next value depends on S.")
+  DIFFER = _wrong(_DIFFER, _PASSED_BY)
+  GUESSED_DIFFER = _unclear(_DIFFER, CARRY)
+  MAY_DIFFER = _unclear(_DIFFER, f"That may be rounding or not: {_WIDE}")
+  NEARLY_EQUAL = _rounding(
     _DIFFER, f"A smaller mistake would hide in that: {_WIDE}"
   )
-  NOT_COMPARED = Verdict.INCONCLUSIVE.of(
+  NOT_COMPARED = _unclear(
     "No output was found to be the next value of the parameters.",
     "Name it, as in carry={'params': 0, 'opt_state': 1}.",
   )
-  NOTHING_MOVES = Verdict.INCONCLUSIVE.of(
+  NOTHING_MOVES = _unclear(
     f"No parameter moves in {MOST_STEPS} steps.",
     "Check a step whose rate is not 0, of fewer that are accumulated, and "
     "whose updates the parameters' dtype can hold.",
   )
 
   # The skip law in a proof.
-  VALUES_STAY = Verdict.PROVED.of(
-    "If `update` sees an overflow, all {count} next values stay."
-  )
-  MAY_CHANGE = Verdict.REFUTED.of(
-    "If the step is skipped, {name} may change", _KEEP
-  )
-  MAY_CHANGE_THOUGH = Verdict.REFUTED.of(
+  KEPT = _proved("If `update` sees an overflow, all {count} next values stay.")
+  MAY_CHANGE = _refuted("If the step is skipped, {name} may change", _KEEP)
+  MAY_CHANGE_THOUGH = _refuted(
     "If the step is skipped, {name} may change, though {other} skips", _KEEP
   )
-  INF_UNSEEN = Verdict.OPEN.of(
+  INF_UNSEEN = _open(
     "{name} may take inf from gradients that no `update` sees", _PASSED_BY
   )
-  HALF_BY_ANOTHER = Verdict.REFUTED.of(
+  HALF_BY_ANOTHER = _refuted(
     f"If only {{other}} skips, {_HALF}",
     "A skip must undo only the step of its own state. Or let both skip: give "
     "each `update` an overflow= that says whether any gradient overflows.",
   )
-  HALF_BY_ONE = Verdict.REFUTED.of(
+  HALF_BY_ONE = _refuted(
     f"If only one of {{count}} updates of a step is skipped, {_HALF}",
     "Keep the old values once for each `update`: with a select_on_skip behind "
     "it, or in NNX an undo_on_skip around it.",
   )
-  SKIPS_UNSEEN = Verdict.OPEN.of(
+  SKIPS_UNSEEN = _open(
     "With rule=None the check does not look at what a `skip` keeps.",
     "Check the step with FixedLossScale(1.0), whose skips it looks at.",
   )
 
   # The skip law in runs.
-  NOTHING_CHANGED = Verdict.EXACT.of("A step that overflows changes nothing.")
-  CHANGED = Verdict.WRONG.of(_CHANGED, _KEEP)
-  GUESSED_CHANGED = Verdict.INCONCLUSIVE.of(_CHANGED, CARRY)
-  OVERFLOW_APPLIED = Verdict.WRONG.of(
-    "A step whose gradients overflow was applied.", _HIDES
-  )
-  TAKEN_BACK = Verdict.WRONG.of(
+  NOTHING_CHANGED = _exact("A step that overflows changes nothing.")
+  CHANGED = _wrong(_CHANGED, _KEEP)
+  GUESSED_CHANGED = _unclear(_CHANGED, CARRY)
+  INF_APPLIED = _wrong("A step whose gradients overflow was applied.", _HIDES)
+  TAKEN_BACK = _wrong(
     "The step with an S of inf was not skipped.",
     "Something around loss_scaling, such as optax.apply_if_finite, took the "
     "step back and S with it: S can never come down. It belongs inside.",
   )
-  INF_STAYS = Verdict.WRONG.of(
-    "A skipped step does not change an S of inf.", _RETURN
-  )
-  SKIPPED_BY_HALF = Verdict.INCONCLUSIVE.of(
+  INF_STAYS = _wrong("A skipped step does not change an S of inf.", _RETURN)
+  SKIPPED_BY_HALF = _unclear(
     "The step makes several updates and skipped only some of them.",
     "Check one of them alone, such as the body of the scan.",
   )
-  NEVER_SKIPS = Verdict.NOT_APPLIED.of(
-    "The rule has skip=False, so that overflows are applied."
-  )
+  NEVER_SKIPS = _moot("The rule has skip=False, so that overflows are applied.")
 
   # The precision law.
-  WORKS_BELOW = Verdict.EXACT.of("It computes in {dtypes}.")
-  ALL_WIDE = Verdict.NOT_APPLIED.of(
+  WORKS_BELOW = _exact("It computes in {dtypes}.")
+  ALL_WIDE = _moot(
     "Nothing in the step works below float32.",
     "If that is not meant, loss scaling has nothing to save: "
     'ols.autocast(loss_fn, "O1") or dtype=jnp.float16 is missing.',
   )
-  UNSCALED = Verdict.INCONCLUSIVE.of(
+  UNSCALED = _unclear(
     "It computes in less range than float32, without loss scaling.",
     "Small gradients become 0. Give `loss_scaling` a rule in the place of "
     "None, or compute in bfloat16.",
   )
-  NO_TRACE = Verdict.NOT_APPLIED.of(
-    "JAX cannot trace the step ({error}), and so not see it."
-  )
+  NO_TRACE = _moot("JAX cannot trace the step ({error}), and so not see it.")
 
   # All laws but that of precision.
-  PROOF_FAILED = Verdict.UNKNOWN.of(
-    "The proof failed ({error}); please report this step."
-  )
+  NO_PROOF = _unknown("The proof failed ({error}); please report this step.")
 
 
 _HOLDS = Verdict.PROVED, Verdict.NOT_APPLIED
@@ -408,15 +383,8 @@ def found(
   **names: object,
 ) -> Law:
   """Returns a finding on a law; the names go into its text."""
-  return Law(
-    law,
-    verdict or kind.verdict,
-    kind.text.format(**names),
-    kind.remedy,
-    where,
-    kind=kind,
-    path=path,
-  )
+  verdict, text = verdict or kind.verdict, kind.text.format(**names)
+  return Law(law, verdict, text, kind.remedy, where, kind=kind, path=path)
 
 
 def worst(problems: Iterable[Law], holds: Law) -> Law:
@@ -426,9 +394,8 @@ def worst(problems: Iterable[Law], holds: Law) -> Law:
     return holds
   first = min(problems, key=lambda x: x.verdict.rank)
   more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-  return dataclasses.replace(
-    first, text=f"{first.text}{more}.", path=holds.path
-  )
+  text = f"{first.text}{more}."
+  return dataclasses.replace(first, text=text, path=holds.path)
 
 
 def all_hold(laws: Iterable[Law]) -> bool:
@@ -447,11 +414,7 @@ def combined(proofs: Sequence[Law], runs: Iterable[Law]) -> tuple[Law, ...]:
     law = _stronger(proof, run)
     is_wrong = law.verdict is Verdict.WRONG
     if is_wrong and proof.verdict is Verdict.PROVED and all_hold(proofs):
-      text = (
-        f"{law.text} But the law was proved: please report this step as a bug "
-        "of check_step, unless it reads random numbers or files of the host."
-      )
-      law = dataclasses.replace(law, text=text)
+      law = dataclasses.replace(law, text=f"{law.text} {_REPORT}")
     # The mistake is the same, so a second remedy would be redundant.
     is_second = any(x.verdict is Verdict.WRONG for x in laws)
     if law.name is LawName.INVARIANCE and is_second:
@@ -483,16 +446,15 @@ def _stronger(proof: Law, run: Law | None) -> Law:
     return dataclasses.replace(proof, verdict=Verdict.INCONCLUSIVE, text=text)
   if run is None:
     return _alone(proof)
-  if proof.verdict is Verdict.NOT_APPLIED:
-    return run
   if proof.verdict in (Verdict.OPEN, Verdict.UNKNOWN):
     more = "" if proof.kind is run.kind else f" Not proved: {proof.text}"
     return dataclasses.replace(run, text=run.text + more, where=proof.where)
-  if proof.verdict is Verdict.PROVED and is_wrong:
+  is_proved = proof.verdict is Verdict.PROVED
+  if proof.verdict is Verdict.NOT_APPLIED or (is_proved and is_wrong):
     return run
   seen = run.text if run.path == proof.path else _placed(run)
   both = dataclasses.replace(proof, text=f"{proof.text} In runs: {seen}")
-  if proof.verdict is Verdict.PROVED:
+  if is_proved:
     is_alike = run.verdict is Verdict.EXACT or run.kind is Kind.CONSTANT
     return proof if is_alike else both
   if is_wrong:
@@ -507,12 +469,9 @@ def _alone(proof: Law) -> Law:
     return dataclasses.replace(proof, verdict=Verdict.WRONG)
   if proof.verdict is not Verdict.UNKNOWN:
     return proof
-  return dataclasses.replace(
-    proof,
-    verdict=Verdict.INCONCLUSIVE,
-    text=f"Not proved: {proof.text}",
-    remedy="Give the step arrays, so that the check also runs it.",
-  )
+  unclear, text = Verdict.INCONCLUSIVE, f"Not proved: {proof.text}"
+  remedy = "Give the step arrays, so that the check also runs it."
+  return dataclasses.replace(proof, verdict=unclear, text=text, remedy=remedy)
 
 
 def _hidden(proof: Law) -> Law:
@@ -568,10 +527,8 @@ class StepReport:
 
     A law that is inconclusive, or a warning, makes it False.
     """
-    verdicts = {x.verdict for x in self.laws}
-    return not (
-      verdicts & {Verdict.WRONG, Verdict.INCONCLUSIVE} or self.warnings
-    )
+    unclear = Verdict.WRONG, Verdict.INCONCLUSIVE
+    return not (self.warnings or any(x.verdict in unclear for x in self.laws))
 
   def raise_if_wrong(self) -> None:
     """Raises a ValueError with the report as its text if a law is broken."""
@@ -582,7 +539,7 @@ class StepReport:
     head = f"The loss scaling of this step is {self._in_short()}."
     shown, assumptions = self.laws, self.assumptions
     # Whoever asks has the proof in `laws`; a right step needs no more words.
-    if self._is_proved and Kind.ALL_WIDE not in self._kinds:
+    if self._is_proved and not self._has(Kind.ALL_WIDE):
       head += f" {self.laws[-1].text}"
       shown = tuple(
         x for x in self.laws[:-1] if x.verdict is not Verdict.PROVED
@@ -604,15 +561,14 @@ class StepReport:
     )
 
   @property
-  def _kinds(self) -> set[Kind]:
-    return {x.kind for x in self.laws}
-
-  @property
   def _is_proved(self) -> bool:
     """Whether no run is needed to know that the step is right."""
     laws = [x for x in self.laws if x.name is not LawName.PRECISION]
     is_proved = any(x.verdict is Verdict.PROVED for x in laws)
     return self.ok and is_proved and all_hold(laws) and self.deterministic
+
+  def _has(self, kind: Kind) -> bool:
+    return any(x.kind is kind for x in self.laws)
 
   def _in_short(self) -> str:
     """Returns the verdict on the whole step."""
@@ -621,9 +577,9 @@ class StepReport:
     text = "right, for all values" if self._is_proved else "right"
     if any(x.verdict is Verdict.ROUNDING for x in self.laws):
       text = "right, as far as rounding can tell"
-    if Kind.ALL_WIDE in self._kinds:
+    if self._has(Kind.ALL_WIDE):
       text += ", but nothing in it works below float32"
-    if Kind.NO_TRACE in self._kinds:
+    if self._has(Kind.NO_TRACE):
       text += ", but jit cannot compile it"
     return text
 

@@ -71,21 +71,14 @@ class Traced(NamedTuple):
 
 
 class Proof(NamedTuple):
-  """The verdict on each law, and the outputs that are next values.
-
-  Attributes:
-    laws: the laws.
-    next_values: for each argument, the output that is its next value.
-    certain: the arguments whose next value is not only guessed.
-    follows: the other outputs that depend on S.
-    assumptions: the library's functions that the proof does not look into.
-  """
+  """The verdict on each law, and the outputs that are next values."""
 
   laws: tuple[Law, ...]
+  # For each argument, the output that is its next value.
   next_values: Mapping[str, Path]
-  certain: frozenset[str]
-  follows: tuple[str, ...]
-  assumptions: tuple[str, ...]
+  certain: frozenset[str]  # The arguments whose next value is not a guess.
+  follows: tuple[str, ...]  # The other outputs that depend on S.
+  assumptions: tuple[str, ...]  # The library's functions taken at their word.
 
 
 def trace(
@@ -305,24 +298,15 @@ class _Step:
 
 
 class _Case(NamedTuple):
-  """A step, given some flags' truth.
-
-  Attributes:
-    step: the step.
-    flags: the flags' truth by position.
-    events: the promised calls of a step that is applied.
-    applied: the outputs of such a step.
-    skipped: those if a state overflows, by its path.
-  """
+  """A step, given some flags' truth."""
 
   step: _Step
-  flags: Mapping[int, bool]
-  events: Sequence[_interpret.Event]
-  applied: Sequence[Value]
-  skipped: Mapping[Path, Sequence[Value]]
+  flags: Mapping[int, bool]  # The truth of flags by position.
+  events: Sequence[_interpret.Event]  # Promised calls of an applied step.
+  applied: Sequence[Value]  # The outputs of such a step.
+  skipped: Mapping[Path, Sequence[Value]]  # Those if this state overflows.
 
   def of_kind(self, *kinds: str) -> list[_interpret.Event]:
-    """Returns the promised calls of some kinds."""
     return [x for x in self.events if x.kind in kinds]
 
 
@@ -402,13 +386,11 @@ def _judge(step: _Step, flags: Mapping[int, bool]) -> list[Law]:
 
 
 def _moved_path(move: _interpret.Event) -> Path | None:
-  """Returns the state that a call of a rule moves."""
   position = _interpret.position_of_scale(move.call.inputs["state"])
   return _path_of(move.values[position])
 
 
 def _gate_path(gate: _interpret.Event) -> Path | None:
-  """Returns the state whose `update` examines gradients."""
   return _path_of(gate.values[gate.call.inputs["loss_scale"]])
 
 
@@ -426,24 +408,20 @@ def _scale_law(
     x.mark("doubted") for y in case.of_kind("skip") for x in y.values
   )
   count = 0
-  problems: list[Law] = []
+  problems: list[Law | None] = []
   for gate in gates:
-    given = gate.call.inputs
-    loss_scale = gate.values[given["loss_scale"]]
-    notice = _notice(given["overflow"], gate)
-    for name, value in gate.of(given["scaled_grads"]):
+    notice = _notice(gate)
+    for name, value in gate.of(gate.call.inputs["scaled_grads"]):
       count += 1
       if is_doubted:
         value = value.but(facts=value.facts - {Fact("taken", None)})
       name = name or "of the parameter"
-      problem = _not_scaled(name, value, loss_scale, gate) or _lost(
-        name, value, notice
-      )
-      problems += [problem] if problem else []
+      problem = _not_scaled(name, value, gate) or _lost(name, value, notice)
+      problems.append(problem)
   kind = Kind.GRADIENT_IS_SCALED if count == 1 else Kind.GRADIENTS_ARE_SCALED
   place = "" if path is None or len(step.states) == 1 else step.names[path]
   holds = _found(kind, _SCALE, path=place, count=count)
-  return _findings.worst(problems, holds)
+  return _findings.worst(filter(None, problems), holds)
 
 
 class _Notice(enum.Enum):
@@ -455,7 +433,9 @@ class _Notice(enum.Enum):
   DROPPED = enum.auto()  # Micro-batches that overflow were left out.
 
 
-def _notice(overflow: object, gate: _interpret.Event) -> _Notice:
+def _notice(gate: _interpret.Event) -> _Notice:
+  overflow = gate.call.inputs["overflow"]
+
   def is_window(x: object) -> bool:
     return isinstance(x, reasons.WindowOverflow)
 
@@ -467,10 +447,9 @@ def _notice(overflow: object, gate: _interpret.Event) -> _Notice:
   return _Notice.TESTED if tests else _Notice.NONE
 
 
-def _not_scaled(
-  name: str, value: Value, loss_scale: Value, gate: _interpret.Event
-) -> Law | None:
+def _not_scaled(name: str, value: Value, gate: _interpret.Event) -> Law | None:
   """Returns why a gradient is not S times a true one, if it is not."""
+  loss_scale = gate.values[gate.call.inputs["loss_scale"]]
   for x in (value, loss_scale):
     if isinstance(x.degree, _degrees.Unknown):
       why, where = _explained(x)
@@ -584,7 +563,7 @@ def _next_scale(case: _Case, path: Path, position: int) -> Iterator[Law]:
   value, skipped = case.applied[position], case.skipped[path][position]
   scale, places, verdict, other = value.scale, [value.place], None, ""
   if scale is None:
-    kind = Kind.S_NOT_MADE
+    kind = Kind.S_FOREIGN
     if not getattr(value.degree, "is_sure", True):
       verdict = Verdict.OPEN
   elif scale.path != path:
@@ -632,13 +611,12 @@ def _split(case: _Case) -> Iterator[Law]:
   }
   for path, _, after in case.step.pairs:
     name, value = case.step.names[path], case.applied[after]
-    for kind, axes in (
-      (Kind.DEVICES_MIXED, value.all_of("mixed") & alone.keys()),
-      (Kind.DEVICES_MAY_DIFFER, value.all_of("varies")),
-    ):
+    mixed = (Kind.DEVICES_MIXED, value.all_of("mixed") & alone.keys())
+    varies = (Kind.DEVICES_MAY_DIFFER, value.all_of("varies"))
+    for kind, axes in (mixed, varies):
       for axis in axes:
-        is_mixed = kind is Kind.DEVICES_MIXED
-        where = _lines([alone[axis] if is_mixed else value.place])
+        place = alone[axis] if kind is Kind.DEVICES_MIXED else value.place
+        where = _lines([place])
         yield _found(kind, _INVARIANCE, where=where, name=name, axis=axis)
 
 
@@ -657,7 +635,7 @@ def _skip_law(case: _Case) -> Law:
     y for x in step.pairs for y in _changed(case, outputs[x.after], x)
   ]
   problems += [*_changed_by_others(case), *_undone_by_one(case)]
-  holds = _found(Kind.VALUES_STAY, _SKIP, count=len(step.pairs))
+  holds = _found(Kind.KEPT, _SKIP, count=len(step.pairs))
   return _findings.worst(problems, holds)
 
 
@@ -694,22 +672,17 @@ def _undone(
 ) -> Iterator[Law]:
   """Yields a state whose parameters stay on a skip, while its moments move."""
   step = case.step
-
-  def stays(pair: _Pair) -> bool:
-    return alone[pair.after].identity == Identity(pair.before)
-
-  def is_argument(pair: _Pair) -> bool:
-    identity = alone[pair.after].identity
-    return identity is not None and identity.argument == pair.before
-
   inner = (*path, _INNER)
   moved = [
     x
     for x in step.pairs
     if x.path in step.parameters and path in case.applied[x.after].scales
   ]
-  is_half = all(map(stays, moved)) and not all(
-    is_argument(x) for x in step.pairs if _next_values.is_inside(x.path, inner)
+  stay = all(alone[x.after].identity == Identity(x.before) for x in moved)
+  is_half = stay and not all(
+    (y := alone[x.after].identity) and y.argument == x.before
+    for x in step.pairs
+    if _next_values.is_inside(x.path, inner)
   )
   if moved and is_half and not any(step.is_guessed(x.path) for x in moved):
     where = _lines([alone[x.after].place for x in moved])

@@ -434,7 +434,11 @@ def _grow(
   hidden = skips._replace(outcomes={Outcome.HIDDEN})
   if _hides_now(step, start, powers):
     return hidden
-  for growth in _growths(step, powers):
+  scales_now = (step.given[x].loss_scale_state.loss_scale for x in powers)
+  largest = max((np.max(_on_host(x)) for x in scales_now), default=0)
+  for growth in (2.0**x for x in _DOUBLINGS):
+    if largest * growth > _LARGEST:
+      break
     factors = {path: start.factors[path] * growth for path in powers}
     run = step.at(start.factors | factors)
     outcomes = {*run.outcomes.values()} - {Outcome.NOTHING}
@@ -452,13 +456,6 @@ def _grow(
     ):
       return hidden
   return skips
-
-
-def _growths(step: Bound, paths: Collection[Path]) -> list[float]:
-  """Returns how many times S is made as large, until it is too large."""
-  scales = [step.given[x].loss_scale_state.loss_scale for x in paths]
-  largest = max((np.max(_on_host(x)) for x in scales), default=0)
-  return [2.0**x for x in _DOUBLINGS if largest * 2.0**x <= _LARGEST]
 
 
 def _hides_now(step: Bound, start: _Start, paths: Collection[Path]) -> bool:

@@ -35,7 +35,7 @@ _ONE_WAY = 0.9
 _SLOPE_ROUNDING = 2.0**-6
 
 # The scale law by the power of S that amax follows.
-_SLOPES = {1: Kind.PROPORTIONAL, 0: Kind.INDEPENDENT, 2: Kind.SQUARED}
+_SLOPES = {1: Kind.PROPORTIONAL, 0: Kind.UNRELATED, 2: Kind.SQUARED}
 
 
 class Outcome(enum.Enum):
@@ -54,7 +54,7 @@ class Outcome(enum.Enum):
 
 # The skip law by the outcome of a step that overflows, worst first.
 _NOT_SKIPPED = {
-  Outcome.HIDDEN: Kind.OVERFLOW_APPLIED,
+  Outcome.HIDDEN: Kind.INF_APPLIED,
   Outcome.NOTHING: Kind.TAKEN_BACK,
   Outcome.KEPT: Kind.INF_STAYS,
   Outcome.SEVERAL: Kind.SKIPPED_BY_HALF,
@@ -62,26 +62,15 @@ _NOT_SKIPPED = {
   Outcome.APPLIED: Kind.SET_ASIDE,
 }
 # The invariance law by what its leaves show, worst first.
-_UNEQUAL = (
-  Kind.DIFFER,
-  Kind.GUESSED_DIFFER,
-  Kind.MAY_DIFFER,
-  Kind.NEARLY_EQUAL,
-)
+_UNEQUAL = Kind.DIFFER, Kind.GUESSED_DIFFER, Kind.MAY_DIFFER, Kind.NEARLY_EQUAL
 
 
 class _Difference(NamedTuple):
-  """How far two updates of a leaf differ.
+  """How far two updates of a leaf differ."""
 
-  Attributes:
-    largest: the largest difference over the largest update.
-    middle: the median of the elements' relative differences.
-    slope: log2 of the ratio of the updates' sums.
-  """
-
-  largest: float
-  middle: float
-  slope: float
+  largest: float  # The largest difference over the largest update.
+  middle: float  # The median of the elements' relative differences.
+  slope: float  # log2 of the ratio of the updates' sums.
 
 
 def scale_law(amaxes: np.ndarray, halvings: np.ndarray, is_rough: bool) -> Law:

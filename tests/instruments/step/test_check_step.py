@@ -217,7 +217,7 @@ def test_the_skip_law_names_the_worst_and_first_what_is_certain():
   skipped = {Outcome.SKIPPED}
   assert law(skipped).verdict == "exact"
   assert law(set()).kind is Kind.NOTHING_SEEN
-  assert law(skipped | {Outcome.HIDDEN}).kind is Kind.OVERFLOW_APPLIED
+  assert law(skipped | {Outcome.HIDDEN}).kind is Kind.INF_APPLIED
   assert law({Outcome.APPLIED, Outcome.NOTHING}).verdict == "wrong"
   found = law(skipped, [a, b], "a")
   assert found.verdict == "wrong" and found.text.endswith("changed b.")
