@@ -68,7 +68,7 @@ _REPORT = (
 _ALONE = "Devices must skip together: loss_scaling(..., axis_name=...)."
 
 _OTHER_POWER = (
-  "The gradient {name} {grows}, but `update` divides it by what {used}"
+  "The gradient {name} {grows}, but `update` divides it by what {by}"
 )
 _DIFFER = "Updates differ between S and S/2: {names}."
 _CHANGED = "A step that overflows changed {names}."

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from collections.abc import Collection
-from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from optax_lossscale.instruments.step import _findings
 from optax_lossscale.instruments.step import _interpret
 from optax_lossscale.instruments.step import _next_values
 from optax_lossscale.instruments.step import _promised
+from optax_lossscale.instruments.step._degrees import Place
 from optax_lossscale.instruments.step._findings import Kind
 from optax_lossscale.instruments.step._findings import Law
 from optax_lossscale.instruments.step._findings import LawName
@@ -459,14 +459,10 @@ def _not_scaled(name: str, value: Value, gate: _interpret.Event) -> Law | None:
   if value.degree == _degrees.ANY or given == used:
     return None
   is_twice = given == _degrees.power(used, 2)
-  return _found(
-    Kind.SCALED_TWICE if is_twice else Kind.OTHER_POWER,
-    _SCALE,
-    where=_lines([value.grown or value.place or gate.place, gate.place]),
-    name=name,
-    grows=_degrees.in_words(value.degree),
-    used=_degrees.in_words(loss_scale.degree),
-  )
+  kind = Kind.SCALED_TWICE if is_twice else Kind.OTHER_POWER
+  where = _lines([value.grown or value.place or gate.place, gate.place])
+  grows, by = map(_degrees.in_words, (value.degree, loss_scale.degree))
+  return _found(kind, _SCALE, where=where, name=name, grows=grows, by=by)
 
 
 def _lost(name: str, value: Value, notice: _Notice) -> Law | None:
@@ -491,12 +487,7 @@ def _lost(name: str, value: Value, notice: _Notice) -> Law | None:
 
 
 def _dependence(
-  law: LawName,
-  name: str,
-  value: Value,
-  events: Iterable[_interpret.Event],
-  *,
-  is_sure: bool = True,
+  law: LawName, name: str, value: Value, places: Sequence[Place], is_sure: bool
 ) -> Iterator[Law]:
   """Yields how a value depends on S that must not, if it does."""
   if _degrees.is_free(value.degree):
@@ -504,22 +495,19 @@ def _dependence(
   why, where = _explained(value)
   depends, may_depend = _DEPENDENCE[law]
   is_sure = is_sure and getattr(value.degree, "is_sure", True)
-  where = where or _lines([x.place for x in events])
-  kind = depends if is_sure else may_depend
+  kind, where = depends if is_sure else may_depend, where or _lines(places)
   yield _found(kind, law, where=where, name=name, why=why)
 
 
 def _arguments_law(case: _Case) -> list[Law]:
   """Returns whether the other arguments of `update` do not depend on S."""
   law = LawName.ARGUMENTS
-  given = [
-    (name.partition("/")[2] if event.kind == "arguments" else "skip", x, event)
-    for event in case.of_kind("arguments", "skip")
-    for name, x in event.of(event.call.inputs)
-  ]
-  problems = [
-    y for name, x, event in given for y in _dependence(law, name, x, [event])
-  ]
+  events = case.of_kind("arguments", "skip")
+  given = [(event, *x) for event in events for x in event.of(event.call.inputs)]
+  problems: list[Law] = []
+  for event, name, value in given:
+    name = name.partition("/")[2] if event.kind == "arguments" else "skip"
+    problems += _dependence(law, name, value, [event.place], is_sure=True)
   holds = _found(Kind.ARGUMENTS_ARE_FREE, law)
   return [_findings.worst(problems, holds)] if given else []
 
@@ -530,16 +518,13 @@ def _invariance_law(case: _Case) -> Law:
   if not step.parameters:
     return _found(Kind.NOT_COMPARED, law, Verdict.UNKNOWN)
   problems: list[Law] = []
+  moves = [x.place for x in case.of_kind("move")]
   for path, _, after in step.pairs:
+    name, value = step.names[path], case.applied[after]
+    is_sure = not step.is_guessed(path)
     # The statistics of FP8 layers follow S, since they see scaled gradients.
     if not leaves.overwrites(path):
-      problems += _dependence(
-        law,
-        step.names[path],
-        case.applied[after],
-        case.of_kind("move"),
-        is_sure=not step.is_guessed(path),
-      )
+      problems += _dependence(law, name, value, moves, is_sure)
   problems += [*_next_scales(case), *_still(case), *_split(case)]
   holds = _found(Kind.VALUES_ARE_FREE, law, count=len(step.pairs))
   return _findings.worst(problems, holds)
@@ -656,7 +641,7 @@ def _changed_by_others(case: _Case) -> Iterator[Law]:
 
 def _undone_by_one(case: _Case) -> Iterator[Law]:
   """Yields what is undone by half if one of a state's updates is skipped."""
-  places: dict[Path, list[_degrees.Place]] = {}
+  places: dict[Path, list[Place]] = {}
   for x in case.events:
     if x.is_gate:
       places.setdefault(_gate_path(x) or (), []).append(x.place)
@@ -748,7 +733,7 @@ def _explained(value: Value) -> tuple[str, tuple[Line, ...]]:
   return f"{'; '.join(said.values())}; they {degree.reason}", lines
 
 
-def _lines(places: Sequence[_degrees.Place]) -> tuple[Line, ...]:
+def _lines(places: Sequence[Place]) -> tuple[Line, ...]:
   """Returns the user's lines of operations, each once."""
   found: dict[Line, None] = {}
   for place in places:

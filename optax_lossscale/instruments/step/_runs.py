@@ -244,22 +244,22 @@ def _judge(step: Bound) -> tuple[StepReport, Run]:
   again = step.at(start.factors)
   is_repeatable = not _differing(first.watched, again.watched)
   skips = _skips(step, start)
+  is_rough = step.is_narrow or not is_repeatable
   scales: dict[Path, Law] = {}
   invariances: list[Law] = []
   follows: list[Path] = []
   names = leaves.path_names(first.outcomes)
   for path, name in names.items():
     varied = _vary(step, start, path)
-    is_rough = step.is_narrow or not is_repeatable
     scale = _scale(step, path, start, varied, skips, is_rough)
     runs = (first, again, *varied.runs)
     # The scale law reveals a solver that rounds in its own way.
     is_rounded = step.is_narrow or scale.verdict is Verdict.ROUNDING
-    invariance = _invariance(step, runs, scale, skips, is_rounded)
+    law = _invariance(step, runs, scale, skips, is_rounded)
     of = name if len(names) > 1 else ""
     scales[path] = dataclasses.replace(scale, path=of)
-    of = "" if invariance.verdict is Verdict.EXACT else of
-    invariances.append(dataclasses.replace(invariance, path=of))
+    is_exact = law.verdict is Verdict.EXACT
+    invariances.append(dataclasses.replace(law, path="" if is_exact else of))
     several = [x.flat_others() for x in runs]
     follows += (
       x
