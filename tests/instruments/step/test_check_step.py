@@ -9,19 +9,15 @@ from optax_lossscale.instruments.step import _findings
 from optax_lossscale.instruments.step import _proof
 from optax_lossscale.instruments.step import _verdicts
 from optax_lossscale.instruments.step._findings import Kind
-from optax_lossscale.instruments.step._findings import Verdict
 from optax_lossscale.instruments.step._verdicts import Outcome
 from tests.instruments.step.steps import check
 from tests.instruments.step.steps import LAWS
 from tests.instruments.step.steps import make_step
+from tests.instruments.step.steps import plain
 from tests.instruments.step.steps import proved
 from tests.instruments.step.steps import step_of
 from tests.instruments.step.steps import TX
 from tests.instruments.step.steps import verdicts
-
-
-def plain(loss_fn, opt_state):
-  return jax.value_and_grad(loss_fn)
 
 
 def laws_of(report):
@@ -30,7 +26,7 @@ def laws_of(report):
 
 def law_of(name, verdict, text, kind, **fields):
   """Returns a law that was found, with names and verdicts as a report's."""
-  name, verdict = _findings.LawName(name), Verdict(verdict)
+  name, verdict = _findings.LawName(name), _findings.Verdict(verdict)
   return _findings.Law(name, verdict, text, kind=kind, **fields)
 
 
@@ -53,6 +49,8 @@ OPEN = "Not proved, and no run could tell: It is shown."
 BOTH = "It is shown. In runs: It is seen."
 HIDDEN = "It is shown. This batch hides it."
 SEEN = "It is seen. Not proved: It is shown."
+NEITHER = "Not proved: It is shown."
+ARRAYS = "Give the step arrays, so that the check also runs it."
 
 
 @pytest.mark.parametrize(
@@ -71,6 +69,7 @@ SEEN = "It is seen. Not proved: It is shown."
     ("scale", "open", "exact", "inconclusive", OPEN, "Mend."),
     ("scale", "open", "wrong", "wrong", SEEN, "Do."),
     # Shapes do not run.
+    ("scale", "unknown", None, "inconclusive", NEITHER, ARRAYS),
     ("scale", "open", None, "inconclusive", OPEN, "Mend."),
     ("scale", "proved", None, "proved", "It is shown.", ""),
     ("skip", "not applied", None, "not applied", "It is shown.", ""),
@@ -81,9 +80,13 @@ def test_the_stronger_evidence_counts(name, proof, run, verdict, text, remedy):
   assert (law.verdict, law.text, law.remedy) == (verdict, text, remedy)
 
 
-def test_a_law_that_is_unknown_and_did_not_run_asks_for_arrays():
-  law = combine("scale", "unknown")
-  assert law.verdict == "inconclusive" and "arrays" in law.remedy
+def test_a_law_equals_and_prints_its_texts():
+  law = _findings.found(Kind.ALL_WIDE, _findings.LawName.PRECISION)
+  assert law.verdict == str(law.verdict) == f"{law.verdict}" == "not applied"
+  assert law.name == str(law.name) == f"{law.name}" == "precision"
+  start = "Law(name='precision', verdict='not applied', text='Nothing in the "
+  assert repr(law).startswith(start)
+  assert repr(law).endswith("where=(), kind=Kind.ALL_WIDE, path='')")
 
 
 def test_each_s_is_combined_with_its_own_runs():
