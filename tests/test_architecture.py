@@ -237,7 +237,7 @@ def compared_texts(tree):
     elif isinstance(getattr(node, "func", None), ast.Attribute):
       is_about_ends = re.search("(start|end)swith|fix$", node.func.attr)
       operands = [node.func.value, *node.args] if is_about_ends else []
-    for x in (y for x in operands for y in getattr(x, "elts", [x])):
+    for x in [z for y in operands for z in getattr(y, "elts", [y])]:
       is_sentence = isinstance(x, ast.Constant) and " " in str(x.value)
       if is_sentence or getattr(x, "attr", "") in ("text", "remedy", "reason"):
         yield ast.unparse(node)

@@ -225,13 +225,17 @@ def _report(
   found = _next_values.match(named, outputs, carry, known)
   certain = frozenset(found if carry else known)
   free = frozenset(_next_values.may_change(named, may_change))
+  proof = _proof.Proof((), found, certain, (), ())
   if traced:
-    proof = _proved(traced, named, found, certain, free)
-  else:
-    proof = _proof.Proof((), found, certain, (), ())
-  bound = _runs.Bound(
-    run, named, proof.next_values, proof.certain, free, is_narrow
-  )
+    try:
+      proof = _proof.prove(traced, named, found, certain, free)
+    except Exception as error:  # A mistake in the proof proves nothing.
+      text = f"{type(error).__name__}: {error}"
+      names = LawName.SCALE, LawName.INVARIANCE, LawName.SKIP
+      failed = [_findings.found(Kind.NO_PROOF, x, error=text) for x in names]
+      proof = proof._replace(laws=tuple(failed))
+  places, certain = proof.next_values, proof.certain
+  bound = _runs.Bound(run, named, places, certain, free, is_narrow)
   report = StepReport((), bound.places, proof.follows)
   if not are_shapes:
     report = _runs.report(bound)
@@ -241,22 +245,3 @@ def _report(
   is_proved = any(x.verdict is Verdict.PROVED for x in laws)
   assumptions = proof.assumptions if is_proved else ()
   return dataclasses.replace(report, laws=laws, assumptions=assumptions)
-
-
-def _proved(
-  traced: _proof.Traced,
-  named: dict[str, object],
-  found: dict[str, leaves.Path],
-  certain: frozenset[str],
-  free: frozenset[leaves.Path],
-) -> _proof.Proof:
-  """Returns the proof of a step; a mistake in the proof proves nothing."""
-  try:
-    return _proof.prove(traced, named, found, certain, free)
-  except Exception as error:
-    text = f"{type(error).__name__}: {error}"
-    laws = tuple(
-      _findings.found(Kind.NO_PROOF, x, error=text)
-      for x in (LawName.SCALE, LawName.INVARIANCE, LawName.SKIP)
-    )
-    return _proof.Proof(laws, found, certain, (), ())

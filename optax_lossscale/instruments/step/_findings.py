@@ -86,7 +86,6 @@ class _Word(enum.StrEnum):
 
   @property
   def rank(self) -> int:
-    """The number of members before this one."""
     return [*type(self)].index(self)
 
 
@@ -399,7 +398,6 @@ def worst(problems: Iterable[Law], holds: Law) -> Law:
 
 
 def all_hold(laws: Iterable[Law]) -> bool:
-  """Returns whether nothing is left to find of any law."""
   return all(x.verdict in _HOLDS for x in laws)
 
 
@@ -441,37 +439,37 @@ def _run_of(proof: Law, runs: Sequence[Law]) -> Law | None:
 def _stronger(proof: Law, run: Law | None) -> Law:
   """Returns the verdict on a law by its proof and, if there were any, runs."""
   is_wrong = run is not None and run.verdict is Verdict.WRONG
-  if proof.verdict is Verdict.OPEN and not is_wrong:
-    text = f"Not proved, and no run could tell: {proof.text}"
-    return dataclasses.replace(proof, verdict=Verdict.INCONCLUSIVE, text=text)
-  if run is None:
+  if run is None or (proof.verdict is Verdict.OPEN and not is_wrong):
     return _alone(proof)
+  if proof.verdict is Verdict.NOT_APPLIED:
+    return run
   if proof.verdict in (Verdict.OPEN, Verdict.UNKNOWN):
     more = "" if proof.kind is run.kind else f" Not proved: {proof.text}"
     return dataclasses.replace(run, text=run.text + more, where=proof.where)
-  is_proved = proof.verdict is Verdict.PROVED
-  if proof.verdict is Verdict.NOT_APPLIED or (is_proved and is_wrong):
-    return run
   seen = run.text if run.path == proof.path else _placed(run)
-  both = dataclasses.replace(proof, text=f"{proof.text} In runs: {seen}")
-  if is_proved:
+  text = f"{proof.text} In runs: {seen}"
+  if proof.verdict is Verdict.PROVED:
     is_alike = run.verdict is Verdict.EXACT or run.kind is Kind.CONSTANT
-    return proof if is_alike else both
-  if is_wrong:
-    remedy = run.remedy or proof.remedy
-    return dataclasses.replace(both, verdict=Verdict.WRONG, remedy=remedy)
-  return _hidden(proof)
+    both = proof if is_alike else dataclasses.replace(proof, text=text)
+    return run if is_wrong else both
+  remedy = run.remedy or proof.remedy
+  both = dataclasses.replace(proof, text=text, remedy=remedy)
+  return _alone(both) if is_wrong else _hidden(proof)
 
 
 def _alone(proof: Law) -> Law:
-  """Returns the verdict on a law that did not run."""
+  """Returns the verdict on a law by its proof, which no run contradicts."""
+  verdict, text, remedy = Verdict.INCONCLUSIVE, proof.text, proof.remedy
   if proof.verdict is Verdict.REFUTED:
-    return dataclasses.replace(proof, verdict=Verdict.WRONG)
-  if proof.verdict is not Verdict.UNKNOWN:
+    verdict = Verdict.WRONG
+  elif proof.verdict is Verdict.OPEN:
+    text = f"Not proved, and no run could tell: {text}"
+  elif proof.verdict is Verdict.UNKNOWN:
+    text = f"Not proved: {text}"
+    remedy = "Give the step arrays, so that the check also runs it."
+  else:
     return proof
-  unclear, text = Verdict.INCONCLUSIVE, f"Not proved: {proof.text}"
-  remedy = "Give the step arrays, so that the check also runs it."
-  return dataclasses.replace(proof, verdict=unclear, text=text, remedy=remedy)
+  return dataclasses.replace(proof, verdict=verdict, text=text, remedy=remedy)
 
 
 def _hidden(proof: Law) -> Law:

@@ -533,9 +533,8 @@ def _invariance_law(case: _Case) -> Law:
 def _next_scales(case: _Case) -> Iterator[Law]:
   """Yields what is wrong with the S of each state that is returned."""
   step = case.step
-  after: dict[Path, states.LossScalingState] = {}
-  for name, place in step.next_values.items():
-    after |= states.find_states({name: step.positions[place]})
+  new = {x: step.positions[place] for x, place in step.next_values.items()}
+  after = states.find_states(new)
   for path in step.states:
     if path in after and path in case.skipped and path not in step.ones:
       rule_state = after[path].loss_scale_state

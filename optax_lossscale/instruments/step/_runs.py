@@ -61,7 +61,6 @@ class Run(NamedTuple):
     return not {*self.outcomes.values()} <= {Outcome.NOTHING, Outcome.APPLIED}
 
   def flat_others(self) -> dict[Path, np.ndarray]:
-    """Returns the arrays of the other outputs on the host."""
     return {
       path: x
       for place, tree in self.others.items()
@@ -116,7 +115,6 @@ class Bound:
 
   @property
   def starts_infinite(self) -> bool:
-    """True if a leaf is not finite before the step."""
     return any(
       leaves.is_gradient(x) and not np.all(np.isfinite(x))
       for x in self.before.values()
@@ -139,7 +137,6 @@ class Bound:
     return dataclasses.replace(self, named=self.named | found.after)
 
   def moved(self, found: Run) -> set[Path]:
-    """Returns the parameters that a run changed."""
     return self.parameters & {*_differing(self.before, found.watched)}
 
   def _watched(self, named: Mapping[str, object]) -> dict[Path, np.ndarray]:
@@ -250,9 +247,9 @@ def _judge(step: Bound) -> tuple[StepReport, Run]:
   follows: list[Path] = []
   names = leaves.path_names(first.outcomes)
   for path, name in names.items():
-    varied = _vary(step, start, path)
-    scale = _scale(step, path, start, varied, skips, is_rough)
-    runs = (first, again, *varied.runs)
+    smaller, halvings = _vary(step, start, path)
+    scale = _scale(step, path, start, smaller, halvings, skips, is_rough)
+    runs = (first, again, *smaller)
     # The scale law reveals a solver that rounds in its own way.
     is_rounded = step.is_narrow or scale.verdict is Verdict.ROUNDING
     law = _invariance(step, runs, scale, skips, is_rounded)
@@ -281,15 +278,13 @@ def _judge(step: Bound) -> tuple[StepReport, Run]:
   return report, first
 
 
-class _Varied(NamedTuple):
-  """Runs in which one S is halved, and halved again, and far smaller."""
+def _vary(
+  step: Bound, start: _Start, path: Path
+) -> tuple[list[Run], np.ndarray]:
+  """Runs a step with one S halved, and halved again, and far smaller.
 
-  runs: list[Run]
-  halvings: np.ndarray  # int[members], by how much each S is halved.
-
-
-def _vary(step: Bound, start: _Start, path: Path) -> _Varied:
-  """Runs a step with one of its S smaller and smaller."""
+  Also returns how often each S is halved from run to run, int[members].
+  """
 
   def at(share: jax.typing.ArrayLike) -> Run:
     return step.at(start.factors | {path: share * start.factors[path]})
@@ -309,27 +304,28 @@ def _vary(step: Bound, start: _Start, path: Path) -> _Varied:
     # Below, float32 may lose gradients, too.
     if np.min(_on_host(low.states[path].amax)) > _LEAST and not low.overflows:
       runs.append(low)
-  return _Varied(runs, np.ravel(halvings))
+  return runs, np.ravel(halvings)
 
 
 def _scale(
   step: Bound,
   path: Path,
   start: _Start,
-  varied: _Varied,
+  smaller: Sequence[Run],
+  halvings: np.ndarray,
   skips: "_Skips",
   is_rough: bool,
 ) -> Law:
   """Returns what is found of the scale law for one S."""
-  if any(x.overflows for x in varied.runs):
+  if any(x.overflows for x in smaller):
     return _found(Kind.OVERFLOWS, LawName.SCALE)
   if skips.infinite.outcomes[path] is Outcome.APPLIED:
     return _found(Kind.SET_ASIDE, LawName.SCALE)
   if start.run.outcomes[path] is Outcome.NOTHING:
     return _found(Kind.NOTHING_SEEN, LawName.SCALE)
-  several = (start.run, *varied.runs[:2])
+  several = (start.run, *smaller[:2])
   amaxes = np.array([np.ravel(x.states[path].amax) for x in several])
-  law = _verdicts.scale_law(amaxes, varied.halvings, is_rough)
+  law = _verdicts.scale_law(amaxes, halvings, is_rough)
   rule_state = step.given[path].loss_scale_state
   is_fixed = isinstance(rule_state, fixed.FixedLossScaleState)
   if law.verdict is not Verdict.WRONG:
@@ -540,12 +536,10 @@ def _on_host(x: object) -> np.ndarray:
 
 
 def _host_leaves(tree: object, at: Path = ()) -> dict[Path, np.ndarray]:
-  """Returns a tree's arrays on the host, by path."""
   return {x: _on_host(y) for x, y in _next_values.compared(tree, at).items()}
 
 
 def _differing(
   a: Mapping[Path, np.ndarray], b: Mapping[Path, np.ndarray]
 ) -> list[Path]:
-  """Returns the paths of arrays that differ between two similar trees."""
   return [x for x in a if not _verdicts.is_same(a[x], b[x])]

@@ -39,28 +39,23 @@ _SLOPES = {1: Kind.PROPORTIONAL, 0: Kind.UNRELATED, 2: Kind.SQUARED}
 
 
 class Outcome(enum.Enum):
-  """What became of a step of one state, as its counts and amax show."""
+  """What became of a step of one state, as its counts and amax show.
 
-  NOTHING = enum.auto()  # `update` did not run.
-  APPLIED = enum.auto()
-  SKIPPED = enum.auto()
-  SEVERAL = enum.auto()  # Both, in several updates.
-  OVERFLOW = enum.auto()  # An overflow was applied.
-  REQUESTED = enum.auto()  # The caller asked for the skip.
-  # With an S of inf, applied without a word of it, or skipped with S as it was.
-  HIDDEN = enum.auto()
-  KEPT = enum.auto()
+  Its value is what that means if the step's gradients overflow; worst first.
+  """
+
+  # With an S of inf: applied with an amax that is not finite, ...
+  HIDDEN = Kind.INF_APPLIED
+  NOTHING = Kind.TAKEN_BACK  # `update` did not run.
+  # ... or skipped, but S is still inf.
+  KEPT = Kind.INF_STAYS
+  SEVERAL = Kind.SKIPPED_BY_HALF  # Skipped and applied, in several updates.
+  OVERFLOW = Kind.NEVER_SKIPS  # An overflow was applied.
+  APPLIED = Kind.SET_ASIDE
+  REQUESTED = Kind.REQUESTED  # Skipped, as the caller asked.
+  SKIPPED = Kind.NOTHING_CHANGED
 
 
-# The skip law by the outcome of a step that overflows, worst first.
-_NOT_SKIPPED = {
-  Outcome.HIDDEN: Kind.INF_APPLIED,
-  Outcome.NOTHING: Kind.TAKEN_BACK,
-  Outcome.KEPT: Kind.INF_STAYS,
-  Outcome.SEVERAL: Kind.SKIPPED_BY_HALF,
-  Outcome.OVERFLOW: Kind.NEVER_SKIPS,
-  Outcome.APPLIED: Kind.SET_ASIDE,
-}
 # The invariance law by what its leaves show, worst first.
 _UNEQUAL = Kind.DIFFER, Kind.GUESSED_DIFFER, Kind.MAY_DIFFER, Kind.NEARLY_EQUAL
 
@@ -116,7 +111,6 @@ def is_same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _difference(old: np.ndarray, a: np.ndarray, b: np.ndarray) -> _Difference:
-  """Returns the difference between two updates of a leaf."""
   if is_same(a, b):
     return _Difference(0, 0, 0)
   endless = _Difference(math.inf, math.inf, math.nan)
@@ -252,13 +246,10 @@ def skip_law(
 ) -> Law:
   """Returns the skip law: whether a step that overflowed changed nothing."""
   certain = [x for x in changed if _next_values.argument_of(x) not in doubtful]
-  kind = Kind.CHANGED if certain else Kind.GUESSED_CHANGED
-  if not outcomes:
-    kind = Kind.NOTHING_SEEN
-  elif several := [y for x, y in _NOT_SKIPPED.items() if x in outcomes]:
-    kind = several[0]
-  elif not changed:
-    kind = Kind.NOTHING_CHANGED
+  kind = next((x.value for x in Outcome if x in outcomes), Kind.NOTHING_SEEN)
+  if kind in (Kind.REQUESTED, Kind.NOTHING_CHANGED):
+    kind = Kind.CHANGED if certain else Kind.GUESSED_CHANGED
+    kind = kind if changed else Kind.NOTHING_CHANGED
   listed = _next_values.listed([names[x] for x in certain or changed])
   return _findings.found(kind, LawName.SKIP, names=listed)
 

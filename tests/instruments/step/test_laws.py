@@ -15,7 +15,6 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale.instruments.step import _check_step
 from optax_lossscale.instruments.step import _proof
 from tests import documents
 from tests import optimizers
@@ -50,7 +49,7 @@ def runs_alone(monkeypatch):
   def prove(traced, named, found, certain, free):
     return _proof.Proof((), found, certain, (), ())
 
-  monkeypatch.setattr(_check_step, "_proved", prove)
+  monkeypatch.setattr(_proof, "prove", prove)
 
 
 def pmapped(after=lambda new: new, axis_name="data", average_scaled="data"):
