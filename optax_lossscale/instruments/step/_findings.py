@@ -539,9 +539,7 @@ class StepReport:
     # Whoever asks has the proof in `laws`; a right step needs no more words.
     if self._is_proved and not self._has(Kind.ALL_WIDE):
       head += f" {self.laws[-1].text}"
-      shown = tuple(
-        x for x in self.laws[:-1] if x.verdict is not Verdict.PROVED
-      )
+      shown = tuple(x for x in shown[:-1] if x.verdict is not Verdict.PROVED)
       assumptions = ()
     lines = [
       head,

@@ -677,7 +677,7 @@ def _undone(
 def _changed(
   case: _Case, value: Value, pair: _Pair, other: str = ""
 ) -> Iterator[Law]:
-  """Yields how a step that is skipped, by another state, may change a value."""
+  """Yields how a value may change though the step, or another state, skips."""
   identity, flag = Identity(pair.before), case.flags.get(pair.before)
   name = case.step.names[pair.path]
   is_flag = flag is not None and value.constant is flag
