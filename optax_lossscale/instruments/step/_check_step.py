@@ -24,8 +24,6 @@ from optax_lossscale.instruments.step import _runs
 from optax_lossscale.instruments.step import _verdicts
 from optax_lossscale.instruments.step._findings import Kind
 from optax_lossscale.instruments.step._findings import LawName
-from optax_lossscale.instruments.step._findings import StepReport
-from optax_lossscale.instruments.step._findings import Verdict
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -54,7 +52,7 @@ def check_step(
   *args: object,
   carry: _next_values.Carry | None = None,
   may_change: Sequence[str] = (),
-) -> StepReport:
+) -> _findings.StepReport:
   """Checks whether a train step treats the loss scale correctly.
 
   Most mistakes with loss scaling are silent: the run does not learn, or learns
@@ -184,7 +182,7 @@ def check_step(
   return _as_written(report) if known else report
 
 
-def _as_written(report: StepReport) -> StepReport:
+def _as_written(report: _findings.StepReport) -> _findings.StepReport:
   """Returns a report whose outputs are those of the user's own NNX step."""
 
   def place_of(place: str) -> str:
@@ -201,7 +199,7 @@ def _report(
   carry: _next_values.Carry | None,
   known: Mapping[str, leaves.Path],
   may_change: Sequence[str],
-) -> StepReport:
+) -> _findings.StepReport:
   """Returns what a proof and runs find, or a proof alone if it gets shapes."""
   are_shapes = any(
     isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(named)
@@ -236,12 +234,12 @@ def _report(
       proof = proof._replace(laws=tuple(failed))
   places, certain = proof.next_values, proof.certain
   bound = _runs.Bound(run, named, places, certain, free, is_narrow)
-  report = StepReport((), bound.places, proof.follows)
+  report = _findings.StepReport((), bound.places, proof.follows)
   if not are_shapes:
     report = _runs.report(bound)
   if is_narrow and any(x.kind is Kind.SWITCHED_OFF for x in proof.laws):
     precision = _findings.found(Kind.UNSCALED, LawName.PRECISION)
   laws = _findings.combined(proof.laws, [*report.laws, precision])
-  is_proved = any(x.verdict is Verdict.PROVED for x in laws)
+  is_proved = any(x.verdict is _findings.Verdict.PROVED for x in laws)
   assumptions = proof.assumptions if is_proved else ()
   return dataclasses.replace(report, laws=laws, assumptions=assumptions)

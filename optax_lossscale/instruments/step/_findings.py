@@ -580,7 +580,6 @@ class StepReport:
     return text
 
   def _notes(self) -> Iterator[str]:
-    """Yields the lines that follow the laws."""
     pairs = [
       f"{x} {y}" if y == IN_PLACE else f"{x} from output {y or 0}"
       for x, y in self.next_values.items()

@@ -31,7 +31,6 @@ from optax_lossscale.instruments.step._degrees import Place
 from optax_lossscale.instruments.step._findings import Kind
 from optax_lossscale.instruments.step._findings import Law
 from optax_lossscale.instruments.step._findings import LawName
-from optax_lossscale.instruments.step._findings import Line
 from optax_lossscale.instruments.step._findings import Verdict
 from optax_lossscale.instruments.step._promised import Position
 from optax_lossscale.instruments.step._values import Fact
@@ -708,12 +707,11 @@ def _follows(step: _Step) -> Iterator[str]:
 
 
 def _positioned(tree: object) -> dict[Path, Position]:
-  """Returns the positions in a tree by path."""
   found = jax.tree.leaves_with_path(tree)
   return {path: x for path, x in found if isinstance(x, Position)}
 
 
-def _explained(value: Value) -> tuple[str, tuple[Line, ...]]:
+def _explained(value: Value) -> tuple[str, tuple[_findings.Line, ...]]:
   """Returns why a value has no fitting degree, and the lines that say so."""
   degree = value.degree
   if not isinstance(degree, _degrees.Unknown):
@@ -732,9 +730,9 @@ def _explained(value: Value) -> tuple[str, tuple[Line, ...]]:
   return f"{'; '.join(said.values())}; they {degree.reason}", lines
 
 
-def _lines(places: Sequence[Place]) -> tuple[Line, ...]:
+def _lines(places: Sequence[Place]) -> tuple[_findings.Line, ...]:
   """Returns the user's lines of operations, each once."""
-  found: dict[Line, None] = {}
+  found: dict[_findings.Line, None] = {}
   for place in places:
     source = shared.user_line(place) if place else None
     if source and shared.is_own_line(source):

@@ -23,7 +23,6 @@ from optax_lossscale.instruments.step import _verdicts
 from optax_lossscale.instruments.step._findings import Kind
 from optax_lossscale.instruments.step._findings import Law
 from optax_lossscale.instruments.step._findings import LawName
-from optax_lossscale.instruments.step._findings import StepReport
 from optax_lossscale.instruments.step._findings import Verdict
 from optax_lossscale.instruments.step._verdicts import Outcome
 
@@ -173,10 +172,10 @@ def outputs_of(
   return dict(_next_values.subtrees(jax.block_until_ready(run(inputs))))
 
 
-def report(step: Bound) -> StepReport:
+def report(step: Bound) -> _findings.StepReport:
   """Returns the report on the first step that moves the parameters."""
   if not step.paths:
-    return StepReport((_found(Kind.SWITCHED_OFF, LawName.SCALE),), {})
+    return _findings.StepReport((_found(Kind.SWITCHED_OFF, LawName.SCALE),), {})
   found, run = _judge(step)
   if found.ok and step.starts_infinite:
     # Next to a best value of inf, a first step shows little.
@@ -231,13 +230,13 @@ def _start(step: Bound) -> _Start:
   return _Start(run, factors, halvings, is_stalled, reason)
 
 
-def _judge(step: Bound) -> tuple[StepReport, Run]:
+def _judge(step: Bound) -> tuple[_findings.StepReport, Run]:
   """Returns the report on a single step, and the step's outputs."""
   start = _start(step)
   first = start.run
   if start.reason:
     law = _found(start.reason, LawName.SCALE)
-    return StepReport((law,), step.places), first
+    return _findings.StepReport((law,), step.places), first
   again = step.at(start.factors)
   is_repeatable = not _differing(first.watched, again.watched)
   skips = _skips(step, start)
@@ -268,7 +267,7 @@ def _judge(step: Bound) -> tuple[StepReport, Run]:
   stalled = [_found(Kind.STALLED, LawName.SCALE)] if start.is_stalled else []
   worst = min(invariances, key=lambda x: x.verdict.rank)
   skip = _verdicts.skip_law(*skips[1:], leaves.path_names(step.before))
-  report = StepReport(
+  report = _findings.StepReport(
     (*stalled, *scales.values(), worst, skip),
     step.places,
     tuple(leaves.path_names(first.others)[x] for x in dict.fromkeys(follows)),
