@@ -67,9 +67,11 @@ _REPORT = (
 )
 _ALONE = "Devices must skip together: loss_scaling(..., axis_name=...)."
 
-_OTHER_POWER = (
-  "The gradient {name} {grows}, but `update` divides it by what {by}"
-)
+# Texts, and parts of them, that several kinds share.
+_IS_SCALED = "that `update` is given is S times the true one."
+_SCALED = "S times a true one: {why}"
+_DIVIDED = "The gradient {name} {grows}, but `update` divides it by what {by}"
+_INF = "its inf and NaN, which `update` has to see"
 _DIFFER = "Updates differ between S and S/2: {names}."
 _CHANGED = "A step that overflows changed {names}."
 _HALF = "the parameters that {name} moves stay, but not its optimizer's state"
@@ -154,28 +156,15 @@ class Kind(enum.Enum):
     return str(self)
 
   # The scale law in a proof.
-  GRADIENT_IS_SCALED = _proved(
-    "The gradient that `update` is given is S times the true one."
-  )
-  GRADIENTS_ARE_SCALED = _proved(
-    "Each of the {count} gradients that `update` is given is S times the true "
-    "one."
-  )
-  NO_POWER = _refuted(
-    "The gradient {name} is not S times a true one: {why}", _INSIDE
-  )
-  MAYBE_NO_POWER = _unknown(
-    "The gradient {name} may not be S times a true one: {why}", _INSIDE
-  )
-  OTHER_POWER = _refuted(_OTHER_POWER, _NOT_SCALED)
-  SCALED_TWICE = _refuted(_OTHER_POWER, _TWICE)
-  INF_LOST = _refuted(
-    "The gradient {name} has lost its inf and NaN, which `update` has to see",
-    _HIDES,
-  )
+  GRADIENT_IS_SCALED = _proved("The gradient " + _IS_SCALED)
+  GRADIENTS_ARE_SCALED = _proved("Each of the {count} gradients " + _IS_SCALED)
+  NO_POWER = _refuted("The gradient {name} is not " + _SCALED, _INSIDE)
+  OPEN_POWER = _unknown("The gradient {name} may not be " + _SCALED, _INSIDE)
+  OTHER_POWER = _refuted(_DIVIDED, _NOT_SCALED)
+  SCALED_TWICE = _refuted(_DIVIDED, _TWICE)
+  INF_LOST = _refuted("The gradient {name} has lost " + _INF, _HIDES)
   INF_MAYBE_LOST = _unknown(
-    "The gradient {name} may have lost its inf and NaN, which `update` has to "
-    "see",
+    "The gradient {name} may have lost " + _INF,
     "Find an overflow before that, and tell `update` of it: update(..., "
     "overflow=~jnp.isfinite(optax.tree.norm(scaled_grads))).",
   )
@@ -292,12 +281,12 @@ class Kind(enum.Enum):
     "{name} may take inf from gradients that no `update` sees", _PASSED_BY
   )
   HALF_BY_ANOTHER = _refuted(
-    f"If only {{other}} skips, {_HALF}",
+    "If only {other} skips, " + _HALF,
     "A skip must undo only the step of its own state. Or let both skip: give "
     "each `update` an overflow= that says whether any gradient overflows.",
   )
   HALF_BY_ONE = _refuted(
-    f"If only one of {{count}} updates of a step is skipped, {_HALF}",
+    "If only one of {count} updates of a step is skipped, " + _HALF,
     "Keep the old values once for each `update`: with a select_on_skip behind "
     "it, or in NNX an undo_on_skip around it.",
   )

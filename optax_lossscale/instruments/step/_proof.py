@@ -452,7 +452,7 @@ def _not_scaled(name: str, value: Value, gate: _interpret.Event) -> Law | None:
   for x in (value, loss_scale):
     if isinstance(x.degree, _degrees.Unknown):
       why, where = _explained(x)
-      kind = Kind.NO_POWER if x.degree.is_sure else Kind.MAYBE_NO_POWER
+      kind = Kind.NO_POWER if x.degree.is_sure else Kind.OPEN_POWER
       return _found(kind, _SCALE, where=where, name=name, why=why)
   given, used = map(_degrees.without_axes, (value.degree, loss_scale.degree))
   if value.degree == _degrees.ANY or given == used:
