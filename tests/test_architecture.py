@@ -228,6 +228,28 @@ def test_a_packages_private_files_are_its_own():
   assert not wrong, "\n".join(wrong)
 
 
+def compared_texts(tree):
+  """Yields what compares a finding's words, and what they begin or end with."""
+  for node in ast.walk(tree):
+    operands = []
+    if isinstance(node, ast.Compare):
+      operands = [node.left, *node.comparators]
+    elif isinstance(getattr(node, "func", None), ast.Attribute):
+      is_about_ends = re.search("(start|end)swith|fix$", node.func.attr)
+      operands = [node.func.value, *node.args] if is_about_ends else []
+    for x in [z for y in operands for z in getattr(y, "elts", [y])]:
+      is_sentence = isinstance(x, ast.Constant) and " " in str(x.value)
+      if is_sentence or getattr(x, "attr", "") in ("text", "remedy", "reason"):
+        yield ast.unparse(node)
+
+
+def test_no_verdict_of_a_step_hangs_on_english():
+  for text in ("'a' in x.text", "x in ('a b', y)", "x.remedy.endswith(y)"):
+    assert [*compared_texts(ast.parse(text))] == [text]
+  for path in (PACKAGE / "instruments/step").glob("*.py"):
+    assert not [*compared_texts(ast.parse(path.read_text()))], path
+
+
 def files_of_one_step():
   """Returns the files that the step's two entries reach by imports."""
   left = [PACKAGE / "_step/loss_scaling.py", PACKAGE / "_step/backward.py"]

@@ -17,10 +17,13 @@ from optax_lossscale._base import leaves
 from optax_lossscale._base import switches
 from optax_lossscale._step import states
 from optax_lossscale.instruments import shared
+from optax_lossscale.instruments.step import _findings
 from optax_lossscale.instruments.step import _next_values
 from optax_lossscale.instruments.step import _proof
 from optax_lossscale.instruments.step import _runs
 from optax_lossscale.instruments.step import _verdicts
+from optax_lossscale.instruments.step._findings import Kind
+from optax_lossscale.instruments.step._findings import LawName
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -49,7 +52,7 @@ def check_step(
   *args: object,
   carry: _next_values.Carry | None = None,
   may_change: Sequence[str] = (),
-) -> _verdicts.StepReport:
+) -> _findings.StepReport:
   """Checks whether a train step treats the loss scale correctly.
 
   Most mistakes with loss scaling are silent: the run does not learn, or learns
@@ -179,11 +182,11 @@ def check_step(
   return _as_written(report) if known else report
 
 
-def _as_written(report: _verdicts.StepReport) -> _verdicts.StepReport:
+def _as_written(report: _findings.StepReport) -> _findings.StepReport:
   """Returns a report whose outputs are those of the user's own NNX step."""
 
   def place_of(place: str) -> str:
-    return _verdicts.IN_PLACE if place[0] == "0" else place[2:]
+    return _findings.IN_PLACE if place[0] == "0" else place[2:]
 
   places = {x: place_of(y) for x, y in report.next_values.items()}
   follows = tuple(map(place_of, report.follows))
@@ -196,7 +199,7 @@ def _report(
   carry: _next_values.Carry | None,
   known: Mapping[str, leaves.Path],
   may_change: Sequence[str],
-) -> _verdicts.StepReport:
+) -> _findings.StepReport:
   """Returns what a proof and runs find, or a proof alone if it gets shapes."""
   are_shapes = any(
     isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(named)
@@ -210,8 +213,9 @@ def _report(
       if isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
         error.add_note("A step that JAX cannot trace must be given arrays.")
       raise
-    text = f"{_verdicts.NO_TRACE} ({type(error).__name__}), and so not see it."
-    precision, is_narrow = _verdicts.Law("precision", "not applied", text), True
+    name = type(error).__name__
+    precision = _findings.found(Kind.NO_TRACE, LawName.PRECISION, error=name)
+    is_narrow = True
     outputs = _runs.outputs_of(run, named)
   if traced:
     precision, is_narrow = _verdicts.precision_law(traced.jaxpr)
@@ -219,38 +223,23 @@ def _report(
   found = _next_values.match(named, outputs, carry, known)
   certain = frozenset(found if carry else known)
   free = frozenset(_next_values.may_change(named, may_change))
+  proof = _proof.Proof((), found, certain, (), ())
   if traced:
-    proof = _proved(traced, named, found, certain, free)
-  else:
-    proof = _proof.Proof((), found, certain, (), ())
-  bound = _runs.Bound(
-    run, named, proof.next_values, proof.certain, free, is_narrow
-  )
-  report = _verdicts.StepReport((), bound.places, proof.follows)
+    try:
+      proof = _proof.prove(traced, named, found, certain, free)
+    except Exception as error:  # A mistake in the proof proves nothing.
+      text = f"{type(error).__name__}: {error}"
+      names = LawName.SCALE, LawName.INVARIANCE, LawName.SKIP
+      failed = [_findings.found(Kind.NO_PROOF, x, error=text) for x in names]
+      proof = proof._replace(laws=tuple(failed))
+  places, certain = proof.next_values, proof.certain
+  bound = _runs.Bound(run, named, places, certain, free, is_narrow)
+  report = _findings.StepReport((), bound.places, proof.follows)
   if not are_shapes:
     report = _runs.report(bound)
-  if is_narrow and any(x.text == _verdicts.SWITCHED_OFF[1] for x in proof.laws):
-    precision = _verdicts.UNSCALED
-  laws = _verdicts.combined(proof.laws, [*report.laws, precision])
-  is_proved = any(x.verdict == "proved" for x in laws)
+  if is_narrow and any(x.kind is Kind.SWITCHED_OFF for x in proof.laws):
+    precision = _findings.found(Kind.UNSCALED, LawName.PRECISION)
+  laws = _findings.combined(proof.laws, [*report.laws, precision])
+  is_proved = any(x.verdict is _findings.Verdict.PROVED for x in laws)
   assumptions = proof.assumptions if is_proved else ()
   return dataclasses.replace(report, laws=laws, assumptions=assumptions)
-
-
-def _proved(
-  traced: _proof.Traced,
-  named: dict[str, object],
-  found: dict[str, leaves.Path],
-  certain: frozenset[str],
-  free: frozenset[leaves.Path],
-) -> _proof.Proof:
-  """Returns the proof of a step; a mistake in the proof proves nothing."""
-  try:
-    return _proof.prove(traced, named, found, certain, free)
-  except Exception as error:
-    failed = f"The proof failed ({type(error).__name__}: {error})"
-    laws = tuple(
-      _verdicts.Proved(x, "unknown", f"{failed}; please report this step.")
-      for x in ("scale", "invariance", "skip")
-    )
-    return _proof.Proof(laws, found, certain, (), ())

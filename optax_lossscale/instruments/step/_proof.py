@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from collections.abc import Collection
-from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+import enum
 import itertools
 import linecache
 from typing import Any
@@ -23,25 +23,42 @@ from optax_lossscale._step import reasons
 from optax_lossscale._step import states
 from optax_lossscale.instruments import shared
 from optax_lossscale.instruments.step import _degrees
+from optax_lossscale.instruments.step import _findings
 from optax_lossscale.instruments.step import _interpret
 from optax_lossscale.instruments.step import _next_values
 from optax_lossscale.instruments.step import _promised
 from optax_lossscale.instruments.step import _values
-from optax_lossscale.instruments.step import _verdicts
+from optax_lossscale.instruments.step._findings import Kind
+from optax_lossscale.instruments.step._findings import Law
+from optax_lossscale.instruments.step._findings import LawName
+from optax_lossscale.instruments.step._findings import Verdict
 from optax_lossscale.instruments.step._promised import Position
 from optax_lossscale.instruments.step._values import Identity
 from optax_lossscale.instruments.step._values import Mark
+from optax_lossscale.instruments.step._values import Place
 from optax_lossscale.instruments.step._values import Scale
 from optax_lossscale.instruments.step._values import Source
 from optax_lossscale.instruments.step._values import Value
-from optax_lossscale.instruments.step._verdicts import Line
-from optax_lossscale.instruments.step._verdicts import Proved
 
 # Where a state of loss scaling holds the optimizer's.
 _INNER = jax.tree_util.GetAttrKey("inner_state")
 
 # A proof is tried for each truth of as many flags among the arguments.
 _MOST_FLAGS = 3
+
+_found = _findings.found
+_SCALE, _INVARIANCE, _SKIP = LawName.SCALE, LawName.INVARIANCE, LawName.SKIP
+# What a value depends on S by: certainly, and perhaps.
+_DEPENDENCE = {
+  LawName.ARGUMENTS: (Kind.ARGUMENT_DEPENDS, Kind.ARGUMENT_MAY_DEPEND),
+  LawName.INVARIANCE: (Kind.VALUE_DEPENDS, Kind.VALUE_MAY_DEPEND),
+}
+# What is wrong with a next S that is not, or not certainly, the rule's.
+_STAGES = {
+  "old": Kind.S_NEVER_MOVES,
+  "untold": Kind.S_NOT_TOLD,
+  "either": Kind.S_CHOSEN,
+}
 
 
 class Traced(NamedTuple):
@@ -55,21 +72,14 @@ class Traced(NamedTuple):
 
 
 class Proof(NamedTuple):
-  """The verdict on each law, and the outputs that are next values.
+  """The verdict on each law, and the outputs that are next values."""
 
-  Attributes:
-    laws: the laws.
-    next_values: for each argument, the output that is its next value.
-    certain: the arguments whose next value is not only guessed.
-    follows: the other outputs that depend on S.
-    assumptions: the library's functions that the proof does not look into.
-  """
-
-  laws: tuple[Proved, ...]
+  laws: tuple[Law, ...]
+  # For each argument, the output that is its next value.
   next_values: Mapping[str, Path]
-  certain: frozenset[str]
-  follows: tuple[str, ...]
-  assumptions: tuple[str, ...]
+  certain: frozenset[str]  # The arguments whose next value is not a guess.
+  follows: tuple[str, ...]  # The other outputs that depend on S.
+  assumptions: tuple[str, ...]  # The library's functions taken at their word.
 
 
 def trace(
@@ -119,23 +129,6 @@ def _positions(tree: Any, is_array: Callable[[object], bool]) -> Any:
 
 def _has_value(x: object) -> bool:
   return hasattr(x, "dtype") and _next_values.is_value(x)
-
-
-class _Problem(NamedTuple):
-  """A mistake in a step, or one that cannot be ruled out.
-
-  Attributes:
-    verdict: "refuted" if it is certain, "open" if no run could tell, or else
-      "unknown".
-    text: what it is.
-    remedy: how to fix it.
-    where: the lines of the program.
-  """
-
-  verdict: str
-  text: str
-  remedy: str
-  where: tuple[Line, ...] = ()
 
 
 class _Pair(NamedTuple):
@@ -306,24 +299,15 @@ class _Step:
 
 
 class _Case(NamedTuple):
-  """A step, given some flags' truth.
-
-  Attributes:
-    step: the step.
-    flags: the flags' truth by position.
-    events: the promised calls of a step that is applied.
-    applied: the outputs of such a step.
-    skipped: those if a state overflows, by its path.
-  """
+  """A step, given some flags' truth."""
 
   step: _Step
-  flags: Mapping[int, bool]
-  events: Sequence[_interpret.Event]
-  applied: Sequence[Value]
-  skipped: Mapping[Path, Sequence[Value]]
+  flags: Mapping[int, bool]  # The truth of flags by position.
+  events: Sequence[_interpret.Event]  # Promised calls of an applied step.
+  applied: Sequence[Value]  # The outputs of such a step.
+  skipped: Mapping[Path, Sequence[Value]]  # Those if this state overflows.
 
   def of_kind(self, *kinds: str) -> list[_interpret.Event]:
-    """Returns the promised calls of some kinds."""
     return [x for x in self.events if x.kind in kinds]
 
 
@@ -341,9 +325,9 @@ def prove(
   """
   step = _Step(traced, named, next_values, certain, free)
   if not step.states:
-    laws = [Proved("scale", *_verdicts.SWITCHED_OFF)]
+    laws = [_found(Kind.SWITCHED_OFF, _SCALE)]
     if any(call.kind == "skip" for call in traced.trace.calls):
-      laws.append(Proved("skip", *_verdicts.SKIPS_UNSEEN))
+      laws.append(_found(Kind.SKIPS_UNSEEN, _SKIP))
     return Proof(tuple(laws), {}, frozenset(), (), ())
   step.ones = frozenset(
     path
@@ -352,14 +336,8 @@ def prove(
     if (path := _moved_path(x))
   )
   laws = _judge(step, {})
-  flags = step.flags
-  if 0 < len(flags) <= _MOST_FLAGS and not _holds(laws):
-    cases = []
-    for truths in itertools.product((True, False), repeat=len(flags)):
-      cases += _judge(step, dict(zip(flags, truths, strict=True)))
-    if _holds(cases):
-      laws = [x for x in cases if x.verdict == "proved"] or cases
-      laws = list({(x.law, x.path): x for x in laws}.values())
+  if not _findings.all_hold(laws):
+    laws = _judge_by_flags(step) or laws
   return Proof(
     tuple(laws),
     step.next_values,
@@ -373,63 +351,48 @@ def _is_one(rule: object) -> bool:
   return isinstance(rule, fixed.FixedLossScale) and rule.scale == 1
 
 
-def _holds(laws: Sequence[Proved]) -> bool:
-  return all(x.verdict in ("proved", "not applied") for x in laws)
+def _judge_by_flags(step: _Step) -> list[Law]:
+  """Returns the laws if they hold for each truth of the step's flags."""
+  if not 0 < len(step.flags) <= _MOST_FLAGS:
+    return []
+  cases: list[Law] = []
+  for truths in itertools.product((True, False), repeat=len(step.flags)):
+    cases += _judge(step, dict(zip(step.flags, truths, strict=True)))
+  if not _findings.all_hold(cases):
+    return []
+  laws = [x for x in cases if x.verdict is Verdict.PROVED] or cases
+  return list({(x.name, x.path): x for x in laws}.values())
 
 
-def _judge(step: _Step, flags: Mapping[int, bool]) -> list[Proved]:
-  """Returns what is proved of a step, given some flags' truth."""
+def _judge(step: _Step, flags: Mapping[int, bool]) -> list[Law]:
+  """Returns the proof of each law, given some flags' truth."""
   events, applied = step.run((), flags)
   gates: dict[Path | None, list[_interpret.Event]] = {}
   for x in events:
     if x.is_gate:
-      gates.setdefault(
-        _path_of(x.values[x.call.inputs["loss_scale"]]), []
-      ).append(x)
+      gates.setdefault(_gate_path(x), []).append(x)
   if not gates:
-    text = "`update` of loss_scaling does not run."
-    if any(call.kind == "examine" for call in step.traced.trace.calls):
-      text = (
-        "`update` of loss_scaling is inside a function that rewrites it, such "
-        "as `autocast`; give that function the loss function alone."
-      )
-    return [Proved("scale", "unknown", text)]
+    calls = step.traced.trace.calls
+    is_rewritten = any(call.kind == "examine" for call in calls)
+    kind = Kind.UPDATE_REWRITTEN if is_rewritten else Kind.NO_UPDATE
+    return [_found(kind, _SCALE)]
   skipped = {path: step.run({path}, flags)[1] for path in gates if path}
-  skips = [x for x in events if x.kind == "skip"]
   case = _Case(step, flags, events, applied, skipped)
   return [
-    *(_scale_law(path, found, step, skips) for path, found in gates.items()),
+    *(_scale_law(case, path, several) for path, several in gates.items()),
     *_arguments_law(case),
     _invariance_law(case),
     _skip_law(case),
   ]
 
 
-def _split(case: _Case) -> Iterator[_Problem]:
-  """Yields the values that devices share although they may disagree."""
-  alone = {
-    axis: x.place
-    for x in case.of_kind("move")
-    for axis in x.values[x.call.inputs["overflow"]].all_of("varies")
-  }
-  for path, _, after in case.step.pairs:
-    name = case.step.names[path]
-    for axis in case.applied[after].all_of("mixed") & alone.keys():
-      text = (
-        f"{name} mixes the gradients of all devices along {axis!r}, and each "
-        "device skips for itself"
-      )
-      yield _Problem("refuted", text, _verdicts.ALONE, _lines([alone[axis]]))
-    for axis in case.applied[after].all_of("varies"):
-      text = f"{name} is returned as one, but may differ along {axis!r}"
-      where = _lines([case.applied[after].place])
-      yield _Problem("open", text, _verdicts.ALONE, where)
-
-
 def _moved_path(move: _interpret.Event) -> Path | None:
-  """Returns the state that a call of a rule moves."""
   position = _interpret.position_of_scale(move.call.inputs["state"])
   return _path_of(move.values[position])
+
+
+def _gate_path(gate: _interpret.Event) -> Path | None:
+  return _path_of(gate.values[gate.call.inputs["loss_scale"]])
 
 
 def _path_of(loss_scale: Value) -> Path | None:
@@ -437,168 +400,177 @@ def _path_of(loss_scale: Value) -> Path | None:
 
 
 def _scale_law(
-  path: Path | None,
-  gates: Sequence[_interpret.Event],
-  step: _Step,
-  skips: Sequence[_interpret.Event],
-) -> Proved:
+  case: _Case, path: Path | None, gates: Sequence[_interpret.Event]
+) -> Law:
   """Returns whether S times true gradients enter `update`, with every inf."""
+  step = case.step
   # A step may be skipped because of its loss.
-  is_doubted = any(x.mark("doubted") for skip in skips for x in skip.values)
-  names: list[str] = []
-  problems: list[_Problem] = []
+  is_doubted = any(
+    x.mark("doubted") for y in case.of_kind("skip") for x in y.values
+  )
+  count = 0
+  problems: list[Law | None] = []
   for gate in gates:
-    given = gate.call.inputs
-    loss_scale, overflow = given["loss_scale"], given["overflow"]
-    told = _told(overflow, [x for _, x in gate.of(overflow)])
-    for name, value in gate.of(given["scaled_grads"]):
-      names.append(name)
+    notice = _notice(gate)
+    for name, value in gate.of(gate.call.inputs["scaled_grads"]):
+      count += 1
       if is_doubted:
         value = value.but(marks=value.marks - {Mark("taken", None)})
-      problem = _problem(value, gate.values[loss_scale], gate.place, told)
-      if problem:
-        of = f"The gradient {name or 'of the parameter'} "
-        problems.append(problem._replace(text=of + problem.text))
-  one = len(names) == 1
-  each = "The gradient" if one else f"Each of the {len(names)} gradients"
-  text = f"{each} that `update` is given is S times the true one."
+      name = name or "of the parameter"
+      problem = _not_scaled(name, value, gate) or _lost(name, value, notice)
+      problems.append(problem)
+  kind = Kind.GRADIENT_IS_SCALED if count == 1 else Kind.GRADIENTS_ARE_SCALED
   place = "" if path is None or len(step.states) == 1 else step.names[path]
-  return _law("scale", problems, text, place)
+  holds = _found(kind, _SCALE, path=place, count=count)
+  return _findings.worst(filter(None, problems), holds)
 
 
-def _told(overflow: object, flags: Sequence[Value]) -> str:
-  """Returns what the caller says of an overflow, if anything.
+class _Notice(enum.Enum):
+  """What the caller of `update` says of an overflow."""
 
-  It is "dropped" with the micro-batches that overflow, "finite" if a test of
-  finiteness decides, or "tested" if another test may.
-  """
+  NONE = enum.auto()
+  TESTED = enum.auto()  # A test that may be one of finiteness decides it.
+  FINITE = enum.auto()  # A test of finiteness decides it.
+  DROPPED = enum.auto()  # Micro-batches that overflow were left out.
 
-  def tells(x: object) -> bool:
+
+def _notice(gate: _interpret.Event) -> _Notice:
+  overflow = gate.call.inputs["overflow"]
+
+  def is_window(x: object) -> bool:
     return isinstance(x, reasons.WindowOverflow)
 
-  if any(map(tells, jax.tree.leaves(overflow, is_leaf=tells))):
-    return "dropped"
-  tests = [test for x in flags if (test := x.mark("tested"))]
+  if any(map(is_window, jax.tree.leaves(overflow, is_leaf=is_window))):
+    return _Notice.DROPPED
+  tests = [y for _, x in gate.of(overflow) if (y := x.mark("tested"))]
   if any(x.finite is not None for x in tests):
-    return "finite"
-  return "tested" if tests else ""
+    return _Notice.FINITE
+  return _Notice.TESTED if tests else _Notice.NONE
 
 
-def _problem(
-  value: Value,
-  loss_scale: Value,
-  gate: _values.Place,
-  told: str,
-) -> _Problem | None:
-  """Returns what is wrong with a gradient that enters `update`."""
+def _not_scaled(name: str, value: Value, gate: _interpret.Event) -> Law | None:
+  """Returns why a gradient is not S times a true one, if it is not."""
+  loss_scale = gate.values[gate.call.inputs["loss_scale"]]
   for x in (value, loss_scale):
     if isinstance(x.degree, _values.Unknown):
-      text, where = _explained(x)
-      verb = "is not" if x.degree.is_sure else "may not be"
-      text = f"{verb} S times a true one: {text}"
-      return _Problem(_sure(x.degree.is_sure), text, _verdicts.INSIDE, where)
+      why, where = _explained(x)
+      kind = Kind.NO_POWER if x.degree.is_sure else Kind.OPEN_POWER
+      return _found(kind, _SCALE, where=where, name=name, why=why)
   given, used = map(_degrees.without_axes, (value.degree, loss_scale.degree))
-  if value.degree != _values.ANY and given != used:
-    text = (
-      f"{_degrees.in_words(value.degree)}, but `update` divides it by what "
-      f"{_degrees.in_words(loss_scale.degree)}"
-    )
-    is_twice = given == _degrees.power(used, 2)
-    remedy = _verdicts.TWICE if is_twice else _verdicts.NOT_SCALED
-    where = _lines([value.grown or value.place or gate, gate])
-    return _Problem("refuted", text, remedy, where)
+  if value.degree == _values.ANY or given == used:
+    return None
+  is_twice = given == _degrees.power(used, 2)
+  kind = Kind.SCALED_TWICE if is_twice else Kind.OTHER_POWER
+  where = _lines([value.grown or value.place or gate.place, gate.place])
+  grows, by = map(_degrees.in_words, (value.degree, loss_scale.degree))
+  return _found(kind, _SCALE, where=where, name=name, grows=grows, by=by)
+
+
+def _lost(name: str, value: Value, notice: _Notice) -> Law | None:
+  """Returns where a gradient has lost an inf that `update` has to see."""
   taken, dropped = value.mark("taken"), value.mark("dropped")
+  is_told = notice is not _Notice.NONE
   # The caller may have seen an inf before.
-  if taken and (taken.is_sure or told in ("", "tested")):
-    is_sure = bool(taken.is_sure) and not told
-    verb = "has lost" if is_sure else "may have lost"
-    text = f"{verb} its inf and NaN, which `update` has to see"
-    remedy = _verdicts.HIDDEN if is_sure else _verdicts.TOLD
-    is_open = bool(told) is bool(taken.is_sure)
-    verdict = "refuted" if is_sure else "open" if is_open else "unknown"
-    return _Problem(verdict, text, remedy, _lines([taken.place]))
-  if dropped and told != "dropped":
-    text = "leaves out micro-batches, which `overflow=` must say"
+  is_seen = notice in (_Notice.FINITE, _Notice.DROPPED)
+  if taken and (taken.is_sure or not is_seen):
+    where = _lines([taken.place])
+    if taken.is_sure and not is_told:
+      return _found(Kind.INF_LOST, _SCALE, where=where, name=name)
+    # Runs can only show whether a test sees an inf that may have been lost.
+    is_open = bool(taken.is_sure) or not is_told
+    verdict = Verdict.OPEN if is_open else Verdict.UNKNOWN
+    return _found(Kind.INF_MAYBE_LOST, _SCALE, verdict, where, name=name)
+  if dropped and notice is not _Notice.DROPPED:
+    verdict = Verdict.OPEN if is_told else Verdict.REFUTED
     where = _lines([dropped.place])
-    verdict = "open" if told else "refuted"
-    return _Problem(verdict, text, _verdicts.DROPPED, where)
+    return _found(Kind.DROPPED, _SCALE, verdict, where, name=name)
   return None
 
 
-def _sure(is_sure: bool) -> str:
-  return "refuted" if is_sure else "unknown"
-
-
-def _law(
-  law: str, problems: Sequence[_Problem], proved: str, path: str = ""
-) -> Proved:
-  """Returns the verdict for the first problem, if possible a certain one."""
-  if not problems:
-    return Proved(law, "proved", proved, path=path)
-  order = ("refuted", "open", "unknown")
-  worst = min(problems, key=lambda x: order.index(x.verdict))
-  more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-  return Proved(law, worst.verdict, f"{worst.text}{more}.", *worst[2:], path)
-
-
 def _dependence(
-  name: str,
-  value: Value,
-  remedy: str,
-  events: Iterable[_interpret.Event],
-  *,
-  is_sure: bool = True,
-) -> _Problem | None:
-  """Returns how a value depends on S that must not, if it does."""
+  law: LawName, name: str, value: Value, places: Sequence[Place], is_sure: bool
+) -> Iterator[Law]:
+  """Yields how a value depends on S that must not, if it does."""
   if _degrees.is_free(value.degree):
-    return None
-  text, where = _explained(value)
+    return
+  why, where = _explained(value)
+  depends, may_depend = _DEPENDENCE[law]
   is_sure = is_sure and getattr(value.degree, "is_sure", True)
-  verb = "depends" if is_sure else "may depend"
-  text = f"{name} {verb} on S: {text}"
-  where = where or _lines([x.place for x in events])
-  return _Problem(_sure(is_sure), text, remedy, where)
+  kind, where = depends if is_sure else may_depend, where or _lines(places)
+  yield _found(kind, law, where=where, name=name, why=why)
 
 
-def _arguments_law(case: _Case) -> list[Proved]:
+def _arguments_law(case: _Case) -> list[Law]:
   """Returns whether the other arguments of `update` do not depend on S."""
-  given = [
-    (name.partition("/")[2] if event.kind == "arguments" else "skip", x, event)
-    for event in case.of_kind("arguments", "skip")
-    for name, x in event.of(event.call.inputs)
-  ]
-  problems = [
-    _dependence(f"`{name}=`", x, _verdicts.GIVEN, [event])
-    for name, x, event in given
-  ]
-  text = "No argument of `update` but the gradients depends on S."
-  found = [x for x in problems if x]
-  return [_law("arguments", found, text)] if given else []
+  law = LawName.ARGUMENTS
+  events = case.of_kind("arguments", "skip")
+  given = [(event, *x) for event in events for x in event.of(event.call.inputs)]
+  problems: list[Law] = []
+  for event, name, value in given:
+    name = name.partition("/")[2] if event.kind == "arguments" else "skip"
+    problems += _dependence(law, name, value, [event.place], is_sure=True)
+  holds = _found(Kind.ARGUMENTS_ARE_FREE, law)
+  return [_findings.worst(problems, holds)] if given else []
 
 
-def _invariance_law(case: _Case) -> Proved:
+def _invariance_law(case: _Case) -> Law:
   """Returns whether no next value depends on S, and S is the rule's."""
-  step = case.step
+  step, law = case.step, LawName.INVARIANCE
   if not step.parameters:
-    return Proved("invariance", "unknown", _verdicts.NOT_COMPARED[1])
-  problems = [
-    _dependence(
-      step.names[path],
-      case.applied[after],
-      _verdicts.PASSED_BY,
-      case.of_kind("move"),
-      is_sure=not step.is_guessed(path),
-    )
-    for path, _, after in step.pairs
+    return _found(Kind.NOT_COMPARED, law, Verdict.UNKNOWN)
+  problems: list[Law] = []
+  moves = [x.place for x in case.of_kind("move")]
+  for path, _, after in step.pairs:
+    name, value = step.names[path], case.applied[after]
+    is_sure = not step.is_guessed(path)
     # The statistics of FP8 layers follow S, since they see scaled gradients.
-    if not leaves.overwrites(path)
-  ]
+    if not leaves.overwrites(path):
+      problems += _dependence(law, name, value, moves, is_sure)
   problems += [*_next_scales(case), *_still(case), *_split(case)]
-  text = f"None of {len(step.pairs)} next values depends on S."
-  return _law("invariance", [x for x in problems if x], text)
+  holds = _found(Kind.VALUES_ARE_FREE, law, count=len(step.pairs))
+  return _findings.worst(problems, holds)
 
 
-def _still(case: _Case) -> Iterator[_Problem]:
+def _next_scales(case: _Case) -> Iterator[Law]:
+  """Yields what is wrong with the S of each state that is returned."""
+  step = case.step
+  new = {x: step.positions[place] for x, place in step.next_values.items()}
+  after = states.find_states(new)
+  for path in step.states:
+    if path in after and path in case.skipped and path not in step.ones:
+      rule_state = after[path].loss_scale_state
+      position = _interpret.position_of_scale(rule_state)
+      yield from _next_scale(case, path, position)
+
+
+def _next_scale(case: _Case, path: Path, position: int) -> Iterator[Law]:
+  """Yields what is wrong with the next S of a state, if anything is."""
+  value, skipped = case.applied[position], case.skipped[path][position]
+  scale, places, verdict, other = value.scale, [value.place], None, ""
+  if scale is None:
+    kind = Kind.S_FOREIGN
+    if not getattr(value.degree, "is_sure", True):
+      verdict = Verdict.OPEN
+  elif scale.path != path:
+    kind, other = Kind.S_OF_ANOTHER, case.step.names[scale.path]
+  elif scale.stage in _STAGES:
+    kind = _STAGES[scale.stage]
+  elif lost := [
+    x.place
+    for x in case.of_kind("move")
+    if _moved_path(x) == path and x.place not in scale.moves
+  ]:
+    kind, places = Kind.S_MISSES_UPDATE, lost
+  elif skipped.scale and skipped.scale.stage == "old":
+    kind, places = Kind.S_CANNOT_FALL, [skipped.place]
+  else:
+    return
+  names = case.step.names
+  of = f" of {names[path]}" if len(case.step.states) > 1 else ""
+  yield _found(kind, _INVARIANCE, verdict, _lines(places), of=of, other=other)
+
+
+def _still(case: _Case) -> Iterator[Law]:
   """Yields the problem that a step that is applied changes nothing."""
   pairs, names = case.step.pairs, case.step.names
   kept = {
@@ -612,53 +584,30 @@ def _still(case: _Case) -> Iterator[_Problem]:
   ]
   for group in (case.step.parameters, *inner):
     if group and kept.issuperset(group):
-      text = f"A step that is applied returns the old {names[group[0]]}"
-      yield _Problem("refuted", text, _verdicts.RETURNED)
+      yield _found(Kind.OLD_RETURNED, _INVARIANCE, name=names[group[0]])
 
 
-def _next_scales(case: _Case) -> Iterator[_Problem]:
-  """Yields what is wrong with the S of each state that is returned."""
-  step = case.step
-  after: dict[Path, states.LossScalingState] = {}
-  for name, place in step.next_values.items():
-    after |= states.find_states({name: step.positions[place]})
-  for path in step.states:
-    if path not in after or path not in case.skipped or path in step.ones:
-      continue
-    position = _interpret.position_of_scale(after[path].loss_scale_state)
-    value, skipped = case.applied[position], case.skipped[path][position]
-    scale, places, verdict = value.scale, [value.place], "refuted"
-    lost = [
-      x.place
-      for x in case.of_kind("move")
-      if _moved_path(x) == path and scale and x.place not in scale.moves
-    ]
-    if scale is None:
-      text = "is not what the rule makes of this one"
-      verdict = "refuted" if getattr(value.degree, "is_sure", True) else "open"
-    elif scale.path != path:
-      text = f"is that of {step.names[scale.path]}"
-    elif scale.stage == "old":
-      text = "is the old one, so S never moves"
-    elif scale.stage == "untold":
-      text = "is the rule's only where the gradients are finite"
-    elif scale.stage == "either":
-      text, verdict = "is the rule's or the old one, by a condition", "open"
-    elif lost:
-      text, places = "knows nothing of an `update` whose state is lost", lost
-    elif skipped.scale and skipped.scale.stage == "old":
-      text = "is the old one if the step is skipped, so S cannot fall"
-      places = [skipped.place]
-    else:
-      continue
-    of = f" of {step.names[path]}" if len(step.states) > 1 else ""
-    text = f"The next S{of} {text}"
-    yield _Problem(verdict, text, _verdicts.RETURNED, _lines(places))
+def _split(case: _Case) -> Iterator[Law]:
+  """Yields the values that devices share although they may disagree."""
+  alone = {
+    axis: x.place
+    for x in case.of_kind("move")
+    for axis in x.values[x.call.inputs["overflow"]].all_of("varies")
+  }
+  for path, _, after in case.step.pairs:
+    name, value = case.step.names[path], case.applied[after]
+    mixed = (Kind.DEVICES_MIXED, value.all_of("mixed") & alone.keys())
+    varies = (Kind.DEVICES_MAY_DIFFER, value.all_of("varies"))
+    for kind, axes in (mixed, varies):
+      for axis in axes:
+        place = alone[axis] if kind is Kind.DEVICES_MIXED else value.place
+        where = _lines([place])
+        yield _found(kind, _INVARIANCE, where=where, name=name, axis=axis)
 
 
-def _skip_law(case: _Case) -> Proved:
+def _skip_law(case: _Case) -> Law:
   """Returns whether a step that overflows keeps all values, bit for bit."""
-  step, applied, skipped = case.step, case.applied, case.skipped
+  step = case.step
   _, outputs = step.run(step.states.keys(), case.flags)
   are_skipped = [
     outputs[x.skipped].constant
@@ -666,92 +615,86 @@ def _skip_law(case: _Case) -> Proved:
     if isinstance(x.skipped, Position)
   ]
   if are_skipped and all(x is False for x in are_skipped):
-    text = "The rule has skip=False, so that overflows are applied."
-    return Proved("skip", "not applied", text)
-  problems = [_changed(case, outputs[x.after], x) for x in step.pairs]
-  for path, alone in skipped.items() if len(skipped) > 1 else ():
+    return _found(Kind.NEVER_SKIPS, _SKIP)
+  problems = [
+    y for x in step.pairs for y in _changed(case, outputs[x.after], x)
+  ]
+  problems += [*_changed_by_others(case), *_undone_by_one(case)]
+  holds = _found(Kind.KEPT, _SKIP, count=len(step.pairs))
+  return _findings.worst(problems, holds)
+
+
+def _changed_by_others(case: _Case) -> Iterator[Law]:
+  """Yields what the skip of one state alone changes, or keeps by half."""
+  step = case.step
+  for path, alone in case.skipped.items() if len(case.skipped) > 1 else ():
+    name = step.names[path]
     # Values that only this state's gradients move must stay if it skips. Else
     # this is what other states move, perhaps by values of this one.
-    problems += [
-      _changed(case, alone[x.after], x, f", though {step.names[path]} skips")
-      for x in step.pairs
-      if (scales := applied[x.after].scales) == {path}
-      or (path in scales and not alone[x.after].scales)
-    ]
-    for other in skipped.keys() - {path}:
-      which = f"only {step.names[path]} skips"
-      problems += _undone(case, alone, other, which, _verdicts.TOGETHER)
-  problems += _undone_by_one(case)
-  count = len(step.pairs)
-  text = f"If `update` sees an overflow, all {count} next values stay."
-  return _law("skip", [x for x in problems if x], text)
+    for x in step.pairs:
+      scales = case.applied[x.after].scales
+      if scales == {path} or (path in scales and not alone[x.after].scales):
+        yield from _changed(case, alone[x.after], x, name)
+    for other in case.skipped.keys() - {path}:
+      yield from _undone(case, alone, other, Kind.HALF_BY_ANOTHER, other=name)
 
 
-def _undone_by_one(case: _Case) -> Iterator[_Problem]:
+def _undone_by_one(case: _Case) -> Iterator[Law]:
   """Yields what is undone by half if one of a state's updates is skipped."""
-  places: dict[Path, list[_values.Place]] = {}
-  for x in filter(lambda x: x.is_gate, case.events):
-    path = _path_of(x.values[x.call.inputs["loss_scale"]])
-    places.setdefault(path or (), []).append(x.place)
+  places: dict[Path, list[Place]] = {}
+  for x in case.events:
+    if x.is_gate:
+      places.setdefault(_gate_path(x) or (), []).append(x.place)
   for path, updates in places.items():
     for place in updates if len(updates) > 1 else ():
       _, alone = case.step.run({place}, case.flags)
-      which = f"only one of {len(updates)} updates of a step is skipped"
-      yield from _undone(case, alone, path, which, _verdicts.EACH)
+      count = len(updates)
+      yield from _undone(case, alone, path, Kind.HALF_BY_ONE, count=count)
 
 
 def _undone(
-  case: _Case, alone: Sequence[Value], path: Path, which: str, remedy: str
-) -> Iterator[_Problem]:
+  case: _Case, alone: Sequence[Value], path: Path, kind: Kind, **names: Any
+) -> Iterator[Law]:
   """Yields a state whose parameters stay on a skip, while its moments move."""
-
-  def argument(pair: _Pair) -> int | None:
-    identity = alone[pair.after].identity
-    return identity and identity.argument
-
-  inner = [
-    x
-    for x in case.step.pairs
-    if _next_values.is_inside(x.path, (*path, _INNER))
-  ]
+  step = case.step
+  inner = (*path, _INNER)
   moved = [
     x
-    for x in case.step.pairs
-    if x.path in case.step.parameters
-    if path in case.applied[x.after].scales
+    for x in step.pairs
+    if x.path in step.parameters and path in case.applied[x.after].scales
   ]
   stay = all(alone[x.after].identity == Identity(x.before) for x in moved)
-  is_half = stay and any(argument(x) != x.before for x in inner)
-  if moved and is_half and not any(case.step.is_guessed(x.path) for x in moved):
-    name = case.step.names.get(path, "")
-    text = (
-      f"If {which}, the parameters that {name} moves stay, but not its "
-      "optimizer's state"
-    )
+  is_half = stay and not all(
+    (y := alone[x.after].identity) and y.argument == x.before
+    for x in step.pairs
+    if _next_values.is_inside(x.path, inner)
+  )
+  if moved and is_half and not any(step.is_guessed(x.path) for x in moved):
     where = _lines([alone[x.after].place for x in moved])
-    yield _Problem("refuted", text, remedy, where)
+    name = step.names.get(path, "")
+    yield _found(kind, _SKIP, where=where, name=name, **names)
 
 
 def _changed(
-  case: _Case, value: Value, pair: _Pair, more: str = ""
-) -> _Problem | None:
-  """Returns how a skipped step may change a value."""
+  case: _Case, value: Value, pair: _Pair, other: str = ""
+) -> Iterator[Law]:
+  """Yields how a value may change though the step, or another state, skips."""
   identity, flag = Identity(pair.before), case.flags.get(pair.before)
   name = case.step.names[pair.path]
-  if value.identity == identity or (
-    flag is not None and value.constant is flag
-  ):
-    unseen = value.mark("unseen")
-    text = f"{name} may take inf from gradients that no `update` sees"
-    where = _lines([unseen.place] if unseen else [])
-    problem = _Problem("open", text, _verdicts.PASSED_BY, where)
-    return problem if unseen else None
-  text = f"If the step is skipped, {name} may change{more}"
+  is_flag = flag is not None and value.constant is flag
+  if value.identity == identity or is_flag:
+    if unseen := value.mark("unseen"):
+      where = _lines([unseen.place])
+      yield _found(Kind.INF_UNSEEN, _SKIP, where=where, name=name)
+    return
   # A product with 0 may be NaN; a condition of the user's may be right; it may
   # be written otherwise.
   is_sure = value.identity != identity._replace(is_sure=False)
   is_sure = is_sure and not case.step.is_guessed(pair.path)
-  return _Problem(_sure(is_sure), text, _verdicts.MOVES, _lines([value.place]))
+  kind = Kind.MAY_CHANGE_THOUGH if other else Kind.MAY_CHANGE
+  verdict = Verdict.REFUTED if is_sure else Verdict.UNKNOWN
+  where = _lines([value.place])
+  yield _found(kind, _SKIP, verdict, where, name=name, other=other)
 
 
 def _follows(step: _Step) -> Iterator[str]:
@@ -766,12 +709,11 @@ def _follows(step: _Step) -> Iterator[str]:
 
 
 def _positioned(tree: object) -> dict[Path, Position]:
-  """Returns the positions in a tree by path."""
   found = jax.tree.leaves_with_path(tree)
   return {path: x for path, x in found if isinstance(x, Position)}
 
 
-def _explained(value: Value) -> tuple[str, tuple[Line, ...]]:
+def _explained(value: Value) -> tuple[str, tuple[_findings.Line, ...]]:
   """Returns why a value has no fitting degree, and the lines that say so."""
   degree = value.degree
   if not isinstance(degree, _values.Unknown):
@@ -780,7 +722,7 @@ def _explained(value: Value) -> tuple[str, tuple[Line, ...]]:
   if len(degree.operands) < 2:
     return degree.reason, lines
   said = {
-    line: f"{_verdicts.source(line)} {grows}"
+    line: f"{_findings.source(line)} {grows}"
     for grows, place in degree.operands
     for line in _lines([place])
   }
@@ -790,9 +732,9 @@ def _explained(value: Value) -> tuple[str, tuple[Line, ...]]:
   return f"{'; '.join(said.values())}; they {degree.reason}", lines
 
 
-def _lines(places: Sequence[_values.Place]) -> tuple[Line, ...]:
+def _lines(places: Sequence[Place]) -> tuple[_findings.Line, ...]:
   """Returns the user's lines of operations, each once."""
-  found: dict[Line, None] = {}
+  found: dict[_findings.Line, None] = {}
   for place in places:
     source = shared.user_line(place) if place else None
     if source and shared.is_own_line(source):

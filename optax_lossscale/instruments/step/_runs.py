@@ -1,5 +1,6 @@
 """Runs a step with several values of S, and judges what comes out."""
 
+from collections.abc import Collection
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -16,8 +17,14 @@ from optax_lossscale._base.leaves import Path
 from optax_lossscale._rules import fixed
 from optax_lossscale._step import states
 from optax_lossscale.instruments import shared
+from optax_lossscale.instruments.step import _findings
 from optax_lossscale.instruments.step import _next_values
 from optax_lossscale.instruments.step import _verdicts
+from optax_lossscale.instruments.step._findings import Kind
+from optax_lossscale.instruments.step._findings import Law
+from optax_lossscale.instruments.step._findings import LawName
+from optax_lossscale.instruments.step._findings import Verdict
+from optax_lossscale.instruments.step._verdicts import Outcome
 
 # How many times S may be halved until the step does not overflow.
 _MOST_HALVINGS = 40
@@ -35,7 +42,7 @@ _LARGEST = 2.0**100
 # frozen.
 _MORE_STEPS = 8
 
-_WORST_FIRST = ("wrong", "inconclusive", "rounding", "exact", "not applied")
+_found = _findings.found
 
 
 class Run(NamedTuple):
@@ -45,17 +52,14 @@ class Run(NamedTuple):
   watched: dict[Path, np.ndarray]  # The leaves of `after` to compare.
   others: dict[Path, object]  # The other outputs, each subtree by its path.
   states: dict[Path, states.LossScalingState]
-  # For each state by path: "nothing" if `update` did not run, else "applied",
-  # "skipped", "several" for both, or "overflow" if an overflow was applied.
-  outcomes: dict[Path, str]
+  outcomes: dict[Path, Outcome]  # For each state by path.
 
   @property
   def overflows(self) -> bool:
     """True unless each S let its step be applied."""
-    return not {*self.outcomes.values()} <= {"nothing", "applied"}
+    return not {*self.outcomes.values()} <= {Outcome.NOTHING, Outcome.APPLIED}
 
   def flat_others(self) -> dict[Path, np.ndarray]:
-    """Returns the arrays of the other outputs on the host."""
     return {
       path: x
       for place, tree in self.others.items()
@@ -110,7 +114,6 @@ class Bound:
 
   @property
   def starts_infinite(self) -> bool:
-    """True if a leaf is not finite before the step."""
     return any(
       leaves.is_gradient(x) and not np.all(np.isfinite(x))
       for x in self.before.values()
@@ -133,7 +136,6 @@ class Bound:
     return dataclasses.replace(self, named=self.named | found.after)
 
   def moved(self, found: Run) -> set[Path]:
-    """Returns the parameters that a run changed."""
     return self.parameters & {*_differing(self.before, found.watched)}
 
   def _watched(self, named: Mapping[str, object]) -> dict[Path, np.ndarray]:
@@ -170,11 +172,10 @@ def outputs_of(
   return dict(_next_values.subtrees(jax.block_until_ready(run(inputs))))
 
 
-def report(step: Bound) -> _verdicts.StepReport:
+def report(step: Bound) -> _findings.StepReport:
   """Returns the report on the first step that moves the parameters."""
   if not step.paths:
-    law = _verdicts.law_of("scale", _verdicts.SWITCHED_OFF)
-    return _verdicts.StepReport((law,), {})
+    return _findings.StepReport((_found(Kind.SWITCHED_OFF, LawName.SCALE),), {})
   found, run = _judge(step)
   if found.ok and step.starts_infinite:
     # Next to a best value of inf, a first step shows little.
@@ -182,7 +183,7 @@ def report(step: Bound) -> _verdicts.StepReport:
     found = found if later.ok else later
   # A parameter that does not move, as at a learning rate of 0, hides mistakes.
   seen: set[Path] = set()
-  for count in range(_verdicts.MOST_STEPS):
+  for count in range(_findings.MOST_STEPS):
     seen |= step.moved(run)
     # Some parameters may be frozen and never move.
     is_late = seen and count >= _MORE_STEPS
@@ -196,8 +197,8 @@ def report(step: Bound) -> _verdicts.StepReport:
       found = dataclasses.replace(later, halvings=halvings)
   if step.moved(run):
     return found
-  still = _verdicts.law_of("invariance", _verdicts.STILL)
-  others = (x for x in found.laws if x.name != "invariance")
+  still = _found(Kind.NOTHING_MOVES, LawName.INVARIANCE)
+  others = (x for x in found.laws if x.name is not LawName.INVARIANCE)
   return dataclasses.replace(found, laws=(still, *others))
 
 
@@ -208,7 +209,7 @@ class _Start(NamedTuple):
   factors: dict[Path, float]
   halvings: int
   is_stalled: bool
-  reason: Sequence[str] | None
+  reason: Kind | None
 
 
 def _start(step: Bound) -> _Start:
@@ -221,56 +222,53 @@ def _start(step: Bound) -> _Start:
       is_stalled = any(
         np.any(x.stalled & x.skipped) for x in run.states.values()
       )
-    reason = _verdicts.OVERFLOWS if run.overflows else None
-    if "requested" in run.outcomes.values():
-      reason = _verdicts.REQUESTED
-    if reason is not _verdicts.OVERFLOWS:
+    reason = Kind.OVERFLOWS if run.overflows else None
+    if Outcome.REQUESTED in run.outcomes.values():
+      reason = Kind.REQUESTED
+    if reason is not Kind.OVERFLOWS:
       break
   return _Start(run, factors, halvings, is_stalled, reason)
 
 
-def _judge(step: Bound) -> tuple[_verdicts.StepReport, Run]:
+def _judge(step: Bound) -> tuple[_findings.StepReport, Run]:
   """Returns the report on a single step, and the step's outputs."""
   start = _start(step)
   first = start.run
   if start.reason:
-    law = _verdicts.law_of("scale", start.reason)
-    return _verdicts.StepReport((law,), step.places), first
+    law = _found(start.reason, LawName.SCALE)
+    return _findings.StepReport((law,), step.places), first
   again = step.at(start.factors)
   is_repeatable = not _differing(first.watched, again.watched)
   skips = _skips(step, start)
-  found, scales, invariances = [], {}, []
-  if start.is_stalled:
-    found.append(_verdicts.law_of("scale", _verdicts.STALLED))
+  is_rough = step.is_narrow or not is_repeatable
+  scales: dict[Path, Law] = {}
+  invariances: list[Law] = []
   follows: list[Path] = []
   names = leaves.path_names(first.outcomes)
   for path, name in names.items():
-    varied = _vary(step, start, path)
-    scales[path] = _scale(
-      step, path, start, varied, skips, step.is_narrow or not is_repeatable
-    )
-    runs = (first, again, *varied.runs)
+    smaller, halvings = _vary(step, start, path)
+    scale = _scale(step, path, start, smaller, halvings, skips, is_rough)
+    runs = (first, again, *smaller)
     # The scale law reveals a solver that rounds in its own way.
-    is_rounded = step.is_narrow or scales[path][0] == "rounding"
-    invariance = _invariance(step, runs, scales[path], skips, is_rounded)
+    is_rounded = step.is_narrow or scale.verdict is Verdict.ROUNDING
+    law = _invariance(step, runs, scale, skips, is_rounded)
     of = name if len(names) > 1 else ""
-    found.append(_verdicts.law_of("scale", scales[path], of))
-    of = "" if invariance[0] == "exact" else of
-    invariances.append(_verdicts.law_of("invariance", invariance, of))
+    scales[path] = dataclasses.replace(scale, path=of)
+    is_exact = law.verdict is Verdict.EXACT
+    invariances.append(dataclasses.replace(law, path="" if is_exact else of))
     several = [x.flat_others() for x in runs]
     follows += (
       x
       for x in several[0]
       if _verdicts.depends([y[x] for y in several], is_rounded)
     )
-  if step.is_narrow and skips.outcomes == {"skipped"}:
+  if step.is_narrow and skips.outcomes == {Outcome.SKIPPED}:
     skips = _grow(step, start, scales, skips)
-  worst = min(invariances, key=lambda x: _WORST_FIRST.index(x.verdict))
-  skip = _verdicts.law_of(
-    "skip", _verdicts.skip_law(*skips[1:], leaves.path_names(step.before))
-  )
-  report = _verdicts.StepReport(
-    (*found, worst, skip),
+  stalled = [_found(Kind.STALLED, LawName.SCALE)] if start.is_stalled else []
+  worst = min(invariances, key=lambda x: x.verdict.rank)
+  skip = _verdicts.skip_law(*skips[1:], leaves.path_names(step.before))
+  report = _findings.StepReport(
+    (*stalled, *scales.values(), worst, skip),
     step.places,
     tuple(leaves.path_names(first.others)[x] for x in dict.fromkeys(follows)),
     is_repeatable,
@@ -279,15 +277,13 @@ def _judge(step: Bound) -> tuple[_verdicts.StepReport, Run]:
   return report, first
 
 
-class _Varied(NamedTuple):
-  """Runs in which one S is halved, and halved again, and far smaller."""
+def _vary(
+  step: Bound, start: _Start, path: Path
+) -> tuple[list[Run], np.ndarray]:
+  """Runs a step with one S halved, and halved again, and far smaller.
 
-  runs: list[Run]
-  halvings: np.ndarray  # int[members], by how much each S is halved.
-
-
-def _vary(step: Bound, start: _Start, path: Path) -> _Varied:
-  """Runs a step with one of its S smaller and smaller."""
+  Also returns how often each S is halved from run to run, int[members].
+  """
 
   def at(share: jax.typing.ArrayLike) -> Run:
     return step.at(start.factors | {path: share * start.factors[path]})
@@ -307,61 +303,64 @@ def _vary(step: Bound, start: _Start, path: Path) -> _Varied:
     # Below, float32 may lose gradients, too.
     if np.min(_on_host(low.states[path].amax)) > _LEAST and not low.overflows:
       runs.append(low)
-  return _Varied(runs, np.ravel(halvings))
+  return runs, np.ravel(halvings)
 
 
 def _scale(
   step: Bound,
   path: Path,
   start: _Start,
-  varied: _Varied,
+  smaller: Sequence[Run],
+  halvings: np.ndarray,
   skips: "_Skips",
   is_rough: bool,
-) -> Sequence[str]:
+) -> Law:
   """Returns what is found of the scale law for one S."""
-  if any(x.overflows for x in varied.runs):
-    return _verdicts.OVERFLOWS
-  if skips.infinite.outcomes[path] == "applied":
-    return _verdicts.SET_ASIDE
-  if start.run.outcomes[path] == "nothing":
-    return _verdicts.NOTHING_SEEN
-  several = (start.run, *varied.runs[:2])
+  if any(x.overflows for x in smaller):
+    return _found(Kind.OVERFLOWS, LawName.SCALE)
+  if skips.infinite.outcomes[path] is Outcome.APPLIED:
+    return _found(Kind.SET_ASIDE, LawName.SCALE)
+  if start.run.outcomes[path] is Outcome.NOTHING:
+    return _found(Kind.NOTHING_SEEN, LawName.SCALE)
+  several = (start.run, *smaller[:2])
   amaxes = np.array([np.ravel(x.states[path].amax) for x in several])
-  law = _verdicts.scale_law(amaxes, varied.halvings, is_rough)
+  law = _verdicts.scale_law(amaxes, halvings, is_rough)
   rule_state = step.given[path].loss_scale_state
   is_fixed = isinstance(rule_state, fixed.FixedLossScaleState)
-  if law[0] != "wrong":
+  if law.verdict is not Verdict.WRONG:
     return law
   if is_fixed and np.all(_on_host(rule_state.loss_scale) == 1):
-    return _verdicts.CONSTANT
+    return _found(Kind.CONSTANT, LawName.SCALE)
   if _next_values.argument_of(path) in skips.doubtful:
-    return "inconclusive", law[1], _verdicts.CARRY
+    unclear, remedy = Verdict.INCONCLUSIVE, _findings.CARRY
+    return dataclasses.replace(law, verdict=unclear, remedy=remedy)
   return law
 
 
 def _invariance(
   step: Bound,
   runs: Sequence[Run],
-  scale: Sequence[str],
+  scale: Law,
   skips: "_Skips",
   is_rounded: bool,
-) -> Sequence[str]:
+) -> Law:
   """Returns what is found of the invariance law for one S."""
-  if scale in (_verdicts.OVERFLOWS, _verdicts.CONSTANT):
-    return scale
+  if scale.kind in (Kind.OVERFLOWS, Kind.CONSTANT):
+    return _found(scale.kind, LawName.INVARIANCE)
   if not step.parameters:
-    return _verdicts.NOT_COMPARED
+    return _found(Kind.NOT_COMPARED, LawName.INVARIANCE)
   values = [step.before, *(x.watched for x in runs)]
   law = _verdicts.invariance_law(values, skips.doubtful, is_rounded)
   # The mistake is the same, so a second remedy would be redundant.
-  return law[:2] if scale[0] == "wrong" else law
+  is_second = scale.verdict is Verdict.WRONG
+  return dataclasses.replace(law, remedy="") if is_second else law
 
 
 class _Skips(NamedTuple):
   """The outcomes of steps with an overflow."""
 
   infinite: Run
-  outcomes: set[str]
+  outcomes: set[Outcome]
   changed: list[Path]  # The leaves that a skip did not keep.
   doubtful: set[str]  # The arguments whose next value may be guessed wrong.
 
@@ -376,9 +375,11 @@ def _skips(step: Bound, start: _Start) -> _Skips:
     outcome
     for run, applied in zip(runs, (start.run, clean), strict=True)
     for path, outcome in run.outcomes.items()
-    if applied.outcomes[path] != "nothing"
+    if applied.outcomes[path] is not Outcome.NOTHING
     # One state that skips may leave the update of another out.
-    and not (outcome == "nothing" and "skipped" in run.outcomes.values())
+    and not (
+      outcome is Outcome.NOTHING and Outcome.SKIPPED in run.outcomes.values()
+    )
   }
   none = _Skips(runs[0], outcomes, [], set())
   return _with_changed(none, step, later, clean, runs)
@@ -388,14 +389,14 @@ def _at_infinity(step: Bound) -> Run:
   """Runs a step with each S of inf, and sees what became of inf."""
   run = step.at(dict.fromkeys(step.paths, math.inf))
 
-  def outcome(path: Path) -> str:
-    new = run.states[path]
-    found = run.outcomes[path]
-    if found == "applied" and not np.all(np.isfinite(_on_host(new.amax))):
-      return "hidden"
+  def outcome(path: Path) -> Outcome:
+    new, found = run.states[path], run.outcomes[path]
+    is_finite = np.all(np.isfinite(_on_host(new.amax)))
+    if found is Outcome.APPLIED and not is_finite:
+      return Outcome.HIDDEN
     # A rule leaves an S of inf, as of a damaged checkpoint.
     is_kept = np.any(np.isinf(_on_host(new.loss_scale_state.loss_scale)))
-    return "kept" if found == "skipped" and is_kept else found
+    return Outcome.KEPT if found is Outcome.SKIPPED and is_kept else found
 
   return run._replace(outcomes={x: outcome(x) for x in run.outcomes})
 
@@ -406,7 +407,7 @@ def _with_changed(
   """Returns `skips` with what two more steps that skip changed."""
   changed = skips.changed
   for before, run in zip((step, later), runs, strict=True):
-    if not {*run.outcomes.values()} & {"applied", "overflow"}:
+    if not {*run.outcomes.values()} & {Outcome.APPLIED, Outcome.OVERFLOW}:
       changed = changed + _differing(before.before, run.watched)
   doubtful = _doubtful(later, clean, runs[1], changed) - step.certain
   return skips._replace(
@@ -416,46 +417,48 @@ def _with_changed(
 
 
 def _grow(
-  step: Bound,
-  start: _Start,
-  scales: Mapping[Path, Sequence[str]],
-  skips: _Skips,
+  step: Bound, start: _Start, scales: Mapping[Path, Law], skips: _Skips
 ) -> _Skips:
   """Runs a step with a growing S until its gradients overflow."""
-  follows = {x for x, y in scales.items() if y[0] in ("exact", "rounding")}
-  grown = {
-    path: np.max(_on_host(step.given[path].loss_scale_state.loss_scale))
+  # The power of S with which amax grows, as far as it is known.
+  powers = {
+    path: int(x.verdict in (Verdict.EXACT, Verdict.ROUNDING))
     for path, x in scales.items()
-    if x is not _verdicts.CONSTANT
+    if x.kind is not Kind.CONSTANT
   }
-  hidden = skips._replace(outcomes={"hidden"})
-  # A function that hides an overflow at this S does not at a far smaller one.
-  if not all(np.all(start.run.states[x].amax) for x in grown):
-    small = step.at({x: _LOW * y for x, y in start.factors.items()})
-    if any(_is_lost(x, small, start.run, 0) for x in grown):
-      return hidden
-  for doublings in _DOUBLINGS:
-    if any(x * 2.0**doublings > _LARGEST for x in grown.values()):
+  hidden = skips._replace(outcomes={Outcome.HIDDEN})
+  if _hides_now(step, start, powers):
+    return hidden
+  scales_now = (step.given[x].loss_scale_state.loss_scale for x in powers)
+  largest = max((np.max(_on_host(x)) for x in scales_now), default=0)
+  for growth in (2.0**x for x in _DOUBLINGS):
+    if largest * growth > _LARGEST:
       break
-    factors = start.factors | {
-      path: start.factors[path] * 2.0**doublings for path in grown
-    }
-    run = step.at(factors)
-    kinds = {*run.outcomes.values()} - {"nothing"}
-    if kinds == {"skipped"}:
+    factors = {path: start.factors[path] * growth for path in powers}
+    run = step.at(start.factors | factors)
+    outcomes = {*run.outcomes.values()} - {Outcome.NOTHING}
+    if outcomes == {Outcome.SKIPPED}:
       later = step.later(start.run)
       # Here S is what halving it has left.
-      again = later.at(dict.fromkeys(grown, 2.0**doublings))
+      again = later.at(dict.fromkeys(powers, growth))
       clean, runs = later.at(start.factors), (run, again)
       return _with_changed(skips, step, later, clean, runs)
-    if kinds & {"overflow", "requested"}:
+    if outcomes & {Outcome.OVERFLOW, Outcome.REQUESTED}:
       break
-    if kinds == {"applied"} and any(
-      _is_lost(path, start.run, run, 2.0**doublings if path in follows else 0)
-      for path in grown
+    if outcomes == {Outcome.APPLIED} and any(
+      _is_lost(path, start.run, run, power * growth)
+      for path, power in powers.items()
     ):
       return hidden
   return skips
+
+
+def _hides_now(step: Bound, start: _Start, paths: Collection[Path]) -> bool:
+  """Returns whether an overflow at this S is hidden, unlike at a small one."""
+  if all(np.all(_on_host(start.run.states[x].amax)) for x in paths):
+    return False
+  small = step.at({x: _LOW * y for x, y in start.factors.items()})
+  return any(_is_lost(x, small, start.run, 0) for x in paths)
 
 
 def _is_lost(path: Path, old: Run, new: Run, growth: float) -> bool:
@@ -468,19 +471,21 @@ def _is_lost(path: Path, old: Run, new: Run, growth: float) -> bool:
   return bool(np.any((before > 0) & is_less))
 
 
-def _outcome(old: states.LossScalingState, new: states.LossScalingState) -> str:
+def _outcome(
+  old: states.LossScalingState, new: states.LossScalingState
+) -> Outcome:
   """Returns what `update` did, derived from how its counts changed."""
   applied, skipped, requested = (
     np.any(_on_host(getattr(old, x)) != _on_host(getattr(new, x)))
     for x in ("applied_steps", "skipped_steps", "requested_skips")
   )
   if requested and not applied:
-    return "requested"
+    return Outcome.REQUESTED
   if skipped:
-    return "several" if applied else "skipped"
+    return Outcome.SEVERAL if applied else Outcome.SKIPPED
   if applied:
-    return "overflow" if np.any(new.overflow) else "applied"
-  return "nothing"
+    return Outcome.OVERFLOW if np.any(new.overflow) else Outcome.APPLIED
+  return Outcome.NOTHING
 
 
 def _doubtful(
@@ -530,12 +535,10 @@ def _on_host(x: object) -> np.ndarray:
 
 
 def _host_leaves(tree: object, at: Path = ()) -> dict[Path, np.ndarray]:
-  """Returns a tree's arrays on the host, by path."""
   return {x: _on_host(y) for x, y in _next_values.compared(tree, at).items()}
 
 
 def _differing(
   a: Mapping[Path, np.ndarray], b: Mapping[Path, np.ndarray]
 ) -> list[Path]:
-  """Returns the paths of arrays that differ between two similar trees."""
   return [x for x in a if not _verdicts.is_same(a[x], b[x])]

@@ -52,11 +52,7 @@ REASONS = {
   "root of a sum": ("O2", norm, {"rsqrt": 1}),
   "part of a norm": ("O2", norm, {"sub": 1, "mul": 1}),
   "constants only": ("O1", lambda y: y * lax.sin(jnp.ones(2)), {"sin": 1}),
-  "opaque, see ols.cast_inputs": (
-    "O1",
-    kernel,
-    {"pallas_call(float32)": 1},
-  ),
+  "opaque, see ols.cast_inputs": ("O1", kernel, {"pallas_call(float32)": 1}),
   "as written": ("OD", jnp.tanh, {"tanh": 1}),
 }
 

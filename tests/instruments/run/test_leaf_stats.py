@@ -202,8 +202,7 @@ def test_the_devices_of_a_shard_map_count_together():
   x = NORMALS[:4000].copy()
   x[-1] = np.nan  # Only the last device has it.
   mapped = support.on_each_device(
-    lambda x: leaf_stats({"w": x, "b": jnp.ones(3)}, axis_name="data"),
-    jax.P(),
+    lambda x: leaf_stats({"w": x, "b": jnp.ones(3)}, axis_name="data"), jax.P()
   )
   stats = jax.jit(mapped)(jnp.asarray(x))
   check_row(stats.leaf("w"), x)
@@ -242,11 +241,7 @@ def test_a_share_includes_its_lower_end_only():
 
 @pytest.mark.parametrize(
   ("name", "limit"),
-  [
-    ("float16", 2.0**-25),
-    ("bfloat16", 2.0**-134),
-    ("float8_e4m3fn", 2.0**-10),
-  ],
+  [("float16", 2.0**-25), ("bfloat16", 2.0**-134), ("float8_e4m3fn", 2.0**-10)],
 )
 def test_elements_below_half_the_smallest_number_are_lost(name, limit):
   x = np.exp2(np.arange(-149, 128)).astype(np.float32)

@@ -71,6 +71,10 @@ def ending(end, extra, tx=TX, **changes):
   return jax.jit(ended), PARAMS, tx.init(PARAMS), BATCH, extra
 
 
+def plain(loss_fn, opt_state):
+  return jax.value_and_grad(loss_fn)
+
+
 def check(step, *args, **options):
   """Returns the report on a step, in which every line is of its program."""
   report = ols.instruments.check_step(step, *args, **options)

@@ -5,32 +5,39 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from optax_lossscale.instruments.step import _findings
 from optax_lossscale.instruments.step import _proof
 from optax_lossscale.instruments.step import _verdicts
+from optax_lossscale.instruments.step._findings import Kind
+from optax_lossscale.instruments.step._verdicts import Outcome
 from tests.instruments.step.steps import check
 from tests.instruments.step.steps import LAWS
 from tests.instruments.step.steps import make_step
+from tests.instruments.step.steps import plain
 from tests.instruments.step.steps import proved
 from tests.instruments.step.steps import step_of
 from tests.instruments.step.steps import TX
 from tests.instruments.step.steps import verdicts
 
 
-def plain(loss_fn, opt_state):
-  return jax.value_and_grad(loss_fn)
-
-
 def laws_of(report):
   return [verdicts(report)[x] for x in LAWS]
+
+
+def law_of(name, verdict, text, kind, **fields):
+  """Returns a law that was found, with names and verdicts as a report's."""
+  name, verdict = _findings.LawName(name), _findings.Verdict(verdict)
+  return _findings.Law(name, verdict, text, kind=kind, **fields)
 
 
 def combine(name, proof, run=None):
   """Returns what is said of a law that a proof and runs judge."""
   where = () if proof in ("proved", "not applied") else (("a/b.py", 7, "x"),)
   remedy = "Mend." if where else ""
-  proved = _verdicts.Proved(name, proof, "It is shown.", remedy, where)
-  runs = [_verdicts.Law(name, run, "It is seen.", "Do.")] if run else []
-  (law,) = _verdicts.combined([proved], runs)
+  fields = {"remedy": remedy, "where": where}
+  proved = law_of(name, proof, "It is shown.", Kind.NO_POWER, **fields)
+  seen = law_of(name, run or "exact", "It is seen.", Kind.DIFFER, remedy="Do.")
+  (law,) = _findings.combined([proved], [seen] if run else [])
   assert law.name == name
   # Only what is not proved has a line to look at.
   assert law.where == where
@@ -42,6 +49,8 @@ OPEN = "Not proved, and no run could tell: It is shown."
 BOTH = "It is shown. In runs: It is seen."
 HIDDEN = "It is shown. This batch hides it."
 SEEN = "It is seen. Not proved: It is shown."
+NEITHER = "Not proved: It is shown."
+ARRAYS = "Give the step arrays, so that the check also runs it."
 
 
 @pytest.mark.parametrize(
@@ -60,6 +69,7 @@ SEEN = "It is seen. Not proved: It is shown."
     ("scale", "open", "exact", "inconclusive", OPEN, "Mend."),
     ("scale", "open", "wrong", "wrong", SEEN, "Do."),
     # Shapes do not run.
+    ("scale", "unknown", None, "inconclusive", NEITHER, ARRAYS),
     ("scale", "open", None, "inconclusive", OPEN, "Mend."),
     ("scale", "proved", None, "proved", "It is shown.", ""),
     ("skip", "not applied", None, "not applied", "It is shown.", ""),
@@ -70,21 +80,22 @@ def test_the_stronger_evidence_counts(name, proof, run, verdict, text, remedy):
   assert (law.verdict, law.text, law.remedy) == (verdict, text, remedy)
 
 
-def test_a_law_that_is_unknown_and_did_not_run_asks_for_arrays():
-  law = combine("scale", "unknown")
-  assert law.verdict == "inconclusive" and "arrays" in law.remedy
+def test_a_law_equals_and_prints_its_texts():
+  law = _findings.found(Kind.ALL_WIDE, _findings.LawName.PRECISION)
+  assert law.verdict == str(law.verdict) == f"{law.verdict}" == "not applied"
+  assert law.name == str(law.name) == f"{law.name}" == "precision"
+  assert repr(law).startswith("Law(name='precision', verdict='not applied', ")
+  assert repr(law).endswith("where=(), kind=Kind.ALL_WIDE, path='')")
 
 
 def test_each_s_is_combined_with_its_own_runs():
-  proofs = [
-    _verdicts.Proved("scale", "proved", "It is shown.", path=x) for x in "ab"
-  ]
-  runs = [
-    _verdicts.Law("scale", "exact", "Of S at b: It is seen."),
-    _verdicts.Law("scale", "rounding", "Of S at a: It is seen."),
-    _verdicts.Law("scale", "not applied", "Of S at c: It is seen."),
-  ]
-  found = {x.text for x in _verdicts.combined(proofs, runs)}
+  def laws(kind, text, **verdicts):
+    return [law_of("scale", y, text, kind, path=x) for x, y in verdicts.items()]
+
+  scaled, seen = Kind.GRADIENT_IS_SCALED, Kind.NEARLY
+  proofs = laws(scaled, "It is shown.", a="proved", b="proved")
+  runs = laws(seen, "It is seen.", b="exact", a="rounding", c="not applied")
+  found = {x.text for x in _findings.combined(proofs, runs)}
   # Proof and runs name their S once.
   assert found == {
     f"Of S at a: {BOTH}",
@@ -118,9 +129,9 @@ def test_the_scale_law_follows_the_largest_gradient(amaxes, verdict, text):
   amaxes = np.reshape(np.asarray(amaxes, np.float32), (3, -1))
   halvings = np.array([1, 2])[: amaxes.shape[1]]
   found = _verdicts.scale_law(amaxes, halvings, is_rough=False)
-  assert found[0] == verdict and text in found[1]
+  assert found.verdict == verdict and text in found.text
   # If two runs differ, or small numbers are lost, only large errors count.
-  rough = _verdicts.scale_law(amaxes, halvings, is_rough=True)[0]
+  rough = _verdicts.scale_law(amaxes, halvings, is_rough=True).verdict
   is_clear = verdict != "wrong" or ("S^" not in text and "part" not in text)
   assert is_clear == (rough == verdict)
 
@@ -147,14 +158,14 @@ def test_the_invariance_law_compares_next_values(
   key = jax.tree_util.DictKey
   named = [{(key("p"),): np.float32([x])} for x in values]
   found = _verdicts.invariance_law(named, set(), is_narrow)
-  assert found[0] == verdict and text in found[1]
+  assert found.verdict == verdict and text in found.text
   # The statistics of FP8 layers follow S.
   fp8 = [
     {(*path, key("_overwrite_with_gradient")): y for path, y in x.items()}
     for x in named
   ]
-  assert _verdicts.invariance_law(fp8, set(), is_narrow)[0] == "exact"
-  doubtful = _verdicts.invariance_law(named, {"p"}, is_narrow)[0]
+  assert _verdicts.invariance_law(fp8, set(), is_narrow).verdict == "exact"
+  doubtful = _verdicts.invariance_law(named, {"p"}, is_narrow).verdict
   assert doubtful == ("inconclusive" if verdict == "wrong" else verdict)
 
 
@@ -193,24 +204,26 @@ def test_differences_that_point_apart_are_rounding():
   ):
     moved = [{"p": np.float32(steady + change(k))} for k in (0, 1, 2)]
     values = [{"p": 0 * steady}, moved[0], *moved]
-    assert _verdicts.invariance_law(values, set(), is_narrow=True)[0] == verdict
+    found = _verdicts.invariance_law(values, set(), is_narrow=True)
+    assert found.verdict == verdict
 
 
 def test_the_skip_law_names_the_worst_and_first_what_is_certain():
   key = jax.tree_util.DictKey
   a, b = (key("a"), key("x")), (key("b"),)
 
-  def law(outcomes, changed, doubtful):
+  def law(outcomes, changed=(), doubtful=()):
     names = {a: "a/x", b: "b"}
-    return _verdicts.skip_law(outcomes, changed, doubtful, names)
+    return _verdicts.skip_law(outcomes, changed, {*doubtful}, names)
 
-  assert law({"skipped"}, [], set())[0] == "exact"
-  assert law(set(), [], set()) is _verdicts.NOTHING_SEEN
-  assert law({"skipped", "hidden"}, [], set())[2] == _verdicts.HIDDEN
-  assert law({"applied", "nothing"}, [], set())[0] == "wrong"
-  verdict, text, _ = law({"skipped"}, [a, b], {"a"})
-  assert verdict == "wrong" and text.endswith("changed b.")
-  assert law({"skipped"}, [a], {"a"})[0] == "inconclusive"
+  skipped = {Outcome.SKIPPED}
+  assert law(skipped).verdict == "exact"
+  assert law(set()).kind is Kind.NOTHING_SEEN
+  assert law(skipped | {Outcome.HIDDEN}).kind is Kind.INF_APPLIED
+  assert law({Outcome.APPLIED, Outcome.NOTHING}).verdict == "wrong"
+  found = law(skipped, [a, b], "a")
+  assert found.verdict == "wrong" and found.text.endswith("changed b.")
+  assert law(skipped, [a], "a").verdict == "inconclusive"
 
 
 @pytest.mark.parametrize("place", range(3))

@@ -15,7 +15,6 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale.instruments.step import _check_step
 from optax_lossscale.instruments.step import _proof
 from tests import documents
 from tests import optimizers
@@ -29,6 +28,7 @@ from tests.instruments.step.steps import half_loss_fn
 from tests.instruments.step.steps import loss_fn
 from tests.instruments.step.steps import make_step
 from tests.instruments.step.steps import PARAMS
+from tests.instruments.step.steps import plain
 from tests.instruments.step.steps import proved
 from tests.instruments.step.steps import RULE
 from tests.instruments.step.steps import said
@@ -49,7 +49,7 @@ def runs_alone(monkeypatch):
   def prove(traced, named, found, certain, free):
     return _proof.Proof((), found, certain, (), ())
 
-  monkeypatch.setattr(_check_step, "_proved", prove)
+  monkeypatch.setattr(_proof, "prove", prove)
 
 
 def pmapped(after=lambda new: new, axis_name="data", average_scaled="data"):
@@ -82,9 +82,8 @@ def two_losses(*scales):
   def step(params, opt_states, batch):
     after, new_states = {}, {}
     for name, scale in zip("ab", scales, strict=True):
-      value_and_grad = ols.scaled_value_and_grad(
-        loss_fn, ols.get_loss_scale(opt_states[scale])
-      )
+      loss_scale = ols.get_loss_scale(opt_states[scale])
+      value_and_grad = ols.scaled_value_and_grad(loss_fn, loss_scale)
       _, scaled_grads = value_and_grad(params[name], batch)
       updates, new_states[name] = TX.update(
         scaled_grads, opt_states[name], params[name]
@@ -133,10 +132,6 @@ def with_other_values():
   return step, params, TX.init(params), 3.0, np.array(["a", "b"]), Config()
 
 
-def plain(loss_fn, opt_state):
-  return jax.value_and_grad(loss_fn)
-
-
 def with_an_average(new, old, ema):
   mean = optax.incremental_update(new[0], ema, 0.1)
   return *new, ols.select_on_skip(new[1], mean, ema)
@@ -156,8 +151,7 @@ RIGHT = {
   ),
   "a frozen group": lambda: step_of(ols.loss_scaling(FROZEN, RULE)),
   "a fixed 1 that scales nothing": lambda: step_of(
-    ols.loss_scaling(ADAM, ols.FixedLossScale(1.0)),
-    value_and_grad=plain,
+    ols.loss_scaling(ADAM, ols.FixedLossScale(1.0)), value_and_grad=plain
   ),
   "an average": lambda: ending(with_an_average, HALF),
   "other values": with_other_values,
@@ -224,24 +218,19 @@ WITH_BRANCHES = (
 
 
 @pytest.mark.parametrize(
-  "name",
-  support.slow_but(["multi_steps"], WITH_BRANCHES, pytest.mark.long),
+  "name", support.slow_but(["multi_steps"], WITH_BRANCHES, pytest.mark.long)
 )
 def test_a_step_with_an_optimizer_that_branches_or_counts_is_proved(name):
   tx = ols.loss_scaling(optimizers.OPTIMIZERS[name](), RULE)
   params = optimizers.make_params()
 
   def step(params, opt_state):
-    loss, scaled_grads = ols.scaled_value_and_grad(
-      optimizers.loss_fn, opt_state
-    )(params)
+    value_fn = optimizers.loss_fn
+    value_and_grad = ols.scaled_value_and_grad(value_fn, opt_state)
+    loss, scaled_grads = value_and_grad(params)
+    grad = ols.unscale(scaled_grads, opt_state)
     updates, opt_state = tx.update(
-      scaled_grads,
-      opt_state,
-      params,
-      value=loss,
-      grad=ols.unscale(scaled_grads, opt_state),
-      value_fn=optimizers.loss_fn,
+      scaled_grads, opt_state, params, value=loss, grad=grad, value_fn=value_fn
     )
     return optax.apply_updates(params, updates), opt_state
 
@@ -277,9 +266,8 @@ def test_a_precision_schedule_is_right_before_and_after_its_switch(
   state = schedule.init()._replace(low=jnp.asarray(low))
   args = step, PARAMS, SGD.init(PARAMS), state, BATCH
   report = check(*args)
-  assert report.ok and str(report).startswith(
-    "The loss scaling of this step is right, for all"
-  )
+  text = "The loss scaling of this step is right, for all"
+  assert report.ok and str(report).startswith(text)
   assert ("In runs: The step sets this S aside" in said(report, "scale")) != low
   request.getfixturevalue("runs_alone")
   report = check(*args)
@@ -306,10 +294,8 @@ def test_other_outputs_that_follow_s_are_reported_and_no_mistake(is_narrow):
     scaled_grads = jax.grad(
       lambda p: ols.scale_loss(small(p, batch), opt_state)
     )(params)
-    norm, grads = (
-      optax.tree.norm(scaled_grads),
-      ols.unscale(scaled_grads, opt_state),
-    )
+    norm = optax.tree.norm(scaled_grads)
+    grads = ols.unscale(scaled_grads, opt_state)
     return *new, {
       "beside others": jnp.stack([new[2], new[2], norm]),
       "is large": norm > 0.03,
@@ -343,18 +329,11 @@ def with_the_scale_of_another():
 
   def all_with_the_first(params, opt_state, batch):
     first = ols.get_loss_scale(opt_state)[0]
-    step = make_step(
-      value_and_grad=lambda loss_fn, _: ols.scaled_value_and_grad(
-        loss_fn, first
-      )
-    )
+    scaled = ols.scaled_value_and_grad
+    step = make_step(value_and_grad=lambda loss_fn, _: scaled(loss_fn, first))
     return jax.vmap(step, (0, 0, None))(params, opt_state, batch)
 
   return jax.jit(all_with_the_first), several, opt_state, batch
-
-
-def with_the_state_thrown_away():
-  return ending(lambda new, old, _: (new[0], old[1]), None)
 
 
 def counted_by_s(new, old, count):
@@ -441,7 +420,7 @@ JUDGED = {
     ("invariance", "inconclusive", "but may differ along 'data'"),
   ),
   "the state thrown away": (
-    with_the_state_thrown_away,
+    lambda: ending(lambda new, old, _: (new[0], old[1]), None),
     ("invariance", "wrong", "The next S is the old one"),
     ("scale", "proved", "`update` of loss_scaling did not run"),
   ),
@@ -622,10 +601,7 @@ def test_a_count_that_goes_on_by_itself_must_wait_on_a_skip():
     return params, opt_state, loss, count + 1
 
   args = *step_of()[1:], jnp.int32(3)
-  for report in (
-    check(step, *args),
-    check(step, *jax.eval_shape(lambda: args)),
-  ):
+  for report in (check(step, *args), proved(step, *args)):
     assert report.next_values["count"] == "3"
     assert verdicts(report)["skip"] == "wrong"
     assert "If the step is skipped, count may change" in said(report, "skip")
@@ -641,9 +617,8 @@ def test_gradients_must_not_be_left_out_by_the_loss_alone(skip, verdict):
     loss, grads = value_and_grad(params, batch)
     is_bad = ~jnp.isfinite(loss)
     grads = jax.tree.map(lambda x: jnp.where(is_bad, 0, x), grads)
-    updates, opt_state = TX.update(
-      grads, opt_state, params, skip=is_bad if skip else False
-    )
+    flag = is_bad if skip else False
+    updates, opt_state = TX.update(grads, opt_state, params, skip=flag)
     return optax.apply_updates(params, updates), opt_state, loss
 
   report = check(step, *step_of()[1:])
@@ -751,9 +726,8 @@ def test_an_output_in_carry_must_be_one():
     return {"a": {"b": params}, "a/b": params, "state": opt_state}
 
   args = step, params, opt_state, batch
-  with pytest.raises(
-    ValueError, match=r"'a'\]\['b'\] and \['a/b'\]; write one"
-  ):
+  text = r"'a'\]\['b'\] and \['a/b'\]; write one"
+  with pytest.raises(ValueError, match=text):
     check(*args, carry={"params": "a/b", "opt_state": "state"})
   carry = {"params": "['a/b']", "opt_state": "state"}
   assert check(*args, carry=carry).ok
@@ -832,9 +806,8 @@ def test_nnx_objects_may_change_in_place():
   report = check_nnx(nnx_step)
   assert_proved(report)
   assert "model in place, optimizer in place." in str(report)
-  assert_proved(
-    check_nnx(nnx_step_without_a_block, may_change=["model/norm", "*/rngs/*"])
-  )
+  free = ["model/norm", "*/rngs/*"]
+  assert_proved(check_nnx(nnx_step_without_a_block, may_change=free))
 
 
 def test_each_update_in_place_needs_a_block_of_its_own():
@@ -861,11 +834,8 @@ def test_each_update_in_place_needs_a_block_of_its_own():
 def test_an_nnx_model_may_change_in_place_beside_a_state_that_is_returned():
   model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
   graphdef, given = nnx.split(model)
-  pure_step = make_step(
-    loss_fn=lambda params, batch: nnx_loss_fn(
-      nnx.merge(graphdef, params), batch
-    )
-  )
+  merge = functools.partial(nnx.merge, graphdef)
+  pure_step = make_step(loss_fn=lambda x, batch: nnx_loss_fn(merge(x), batch))
 
   @nnx.jit
   def step(model, opt_state, batch):
