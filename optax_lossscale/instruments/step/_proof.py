@@ -5,7 +5,9 @@ from collections.abc import Collection
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+import dataclasses
 import enum
+import functools
 import itertools
 import linecache
 from typing import Any
@@ -13,7 +15,6 @@ from typing import NamedTuple
 
 import jax
 from jax.extend import core
-import numpy as np
 
 from optax_lossscale._base import leaves
 from optax_lossscale._base.leaves import Path
@@ -32,6 +33,7 @@ from optax_lossscale.instruments.step._findings import Kind
 from optax_lossscale.instruments.step._findings import Law
 from optax_lossscale.instruments.step._findings import LawName
 from optax_lossscale.instruments.step._findings import Verdict
+from optax_lossscale.instruments.step._next_values import Pair as _Pair
 from optax_lossscale.instruments.step._promised import Position
 from optax_lossscale.instruments.step._values import Identity
 from optax_lossscale.instruments.step._values import Mark
@@ -65,9 +67,12 @@ class Traced(NamedTuple):
   """A step's jaxpr, and trees with positions among its inputs and outputs."""
 
   jaxpr: core.Jaxpr
+  # The arguments and the output, with positions in the place of arrays.
   inputs: Mapping[str, object]
   outputs: object
+  # The output with shapes and dtypes in the place of arrays.
   shapes: object
+  # The calls that the proof does not look into.
   trace: _promised.Trace
 
 
@@ -82,48 +87,34 @@ class Proof(NamedTuple):
   assumptions: tuple[str, ...]  # The library's functions taken at their word.
 
 
-def trace(
-  run: Callable[[Mapping[str, object]], object], named: Mapping[str, object]
-) -> Traced:
+def trace(run: shared.Step, named: Mapping[str, object]) -> Traced:
   """Traces a step for a proof; its arguments may be shapes."""
-  places: list[object] = []
+  shapes: list[Any] = []
 
   def arrays_of(named: Mapping[str, object]) -> list[object]:
     returned = run(named)
     # No tracer may outlive its trace.
-    places[:] = [_positions(returned, _has_value)]
+    shapes[:] = [jax.tree.map(_shape, returned)]
     return [x for x in jax.tree.leaves(returned) if _has_value(x)]
 
   with _promised.proving() as found:
-    jaxpr = interpreter.record(
-      arrays_of, (dict(named),), {}, may_change=True
-    ).jaxpr
-  (outputs,) = places
-  avals = jaxpr.out_avals
-  shapes = jax.tree.map(
-    lambda x: (
-      x.value
-      if isinstance(x, _Opaque)
-      else jax.ShapeDtypeStruct(avals[x].shape, avals[x].dtype)
-    ),
-    outputs,
-  )
+    program = interpreter.record(arrays_of, (dict(named),), {}, may_change=True)
   inputs = _positions(dict(named), interpreter.is_array)
-  return Traced(jaxpr, inputs, outputs, shapes, found)
+  outputs = _positions(shapes[0], _has_value)
+  return Traced(program.jaxpr, inputs, outputs, shapes[0], found)
 
 
-class _Opaque:
-  """A leaf that is not an array."""
-
-  def __init__(self, value: object) -> None:
-    self.value = value
+def _shape(x: Any) -> object:
+  aval = jax.typeof(x) if _has_value(x) else None
+  return x if aval is None else jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def _positions(tree: Any, is_array: Callable[[object], bool]) -> Any:
   """Returns a tree with positions in the place of its arrays."""
   count = itertools.count()
+  # Any other leaf might be a number, which would look like a position.
   return jax.tree.map(
-    lambda x: Position(next(count)) if is_array(x) else _Opaque(x), tree
+    lambda x: Position(next(count)) if is_array(x) else object(), tree
   )
 
 
@@ -131,133 +122,61 @@ def _has_value(x: object) -> bool:
   return hasattr(x, "dtype") and _next_values.is_value(x)
 
 
-class _Pair(NamedTuple):
-  """A leaf of an argument, and that of its next value."""
-
-  path: Path
-  before: int
-  after: int
-
-
+@dataclasses.dataclass(frozen=True)
 class _Step:
   """A traced step, and how its outputs lead back to its arguments."""
 
-  def __init__(
-    self,
-    traced: Traced,
-    named: Mapping[str, object],
-    next_values: Mapping[str, Path],
-    certain: Collection[str],
-    free: Collection[Path],
-  ) -> None:
-    self.traced = traced
-    self.states = {
-      path: state
-      for path, state in states.find_states(traced.inputs).items()
-      if jax.tree.leaves(state.loss_scale_state)
-    }
-    # The states whose S is 1 for ever, a number like any other.
-    self.ones: frozenset[Path] = frozenset()
-    self.names = {
-      **leaves.path_names(_next_values.compared(traced.inputs)),
-      **leaves.path_names(self.states),
-    }
-    self.positions = dict(_next_values.subtrees(traced.outputs))
-    self.next_values = dict(next_values)
-    # Arguments whose next value was guessed by its form alone.
-    self.guessed = next_values.keys() - certain
-    if self.guessed:
-      self._match(named)
-    self.pairs = [
-      pair
-      for name, place in self.next_values.items()
-      for pair in self._pairs(name, place)
-      if pair.path not in free
-    ]
-    self.parameters = [
-      x.path
-      for x in self.pairs
-      if leaves.is_gradient(traced.jaxpr.in_avals[x.before])
-      and not _next_values.is_inside(x.path, *self.states)
-    ]
-    avals = traced.jaxpr.in_avals
-    self.flags = [
+  # Nothing is interpreted before `run`, so a step can be made with first
+  # guesses, and then be replaced by one with the corrected next values.
+  traced: Traced
+  # Leaves that may depend on S or change on a skip.
+  free: Collection[Path]
+  next_values: Mapping[str, Path]
+  # Arguments whose next value may be another output.
+  guessed: Collection[str]
+  # The states whose S is always 1, a number like any other.
+  ones: Collection[Path] = ()
+
+  @functools.cached_property
+  def states(self) -> dict[Path, Any]:
+    return _next_values.moving_states(self.traced.inputs)
+
+  @functools.cached_property
+  def names(self) -> dict[Path, str]:
+    names = leaves.path_names(_next_values.compared(self.traced.inputs))
+    return names | leaves.path_names(self.states)
+
+  @functools.cached_property
+  def positions(self) -> dict[Path, Any]:
+    return dict(_next_values.subtrees(self.traced.outputs))
+
+  @functools.cached_property
+  def pairs(self) -> list[_Pair]:
+    # Arguments without a next value, such as a batch, have no pairs.
+    found = [y for x in self.next_values.items() for y in self.pairs_of(*x)]
+    return [x for x in found if x.path not in self.free]
+
+  @functools.cached_property
+  def parameters(self) -> list[Path]:
+    # Loss scaling holds the moments, which are no parameters.
+    avals = self.traced.jaxpr.in_avals
+    found = [x.path for x in self.pairs if leaves.is_gradient(avals[x.before])]
+    return [x for x in found if not _next_values.is_inside(x, *self.states)]
+
+  def flags(self) -> list[int]:
+    # A flag is an argument such as `train`.
+    avals = self.traced.jaxpr.in_avals
+    return [
       int(x)
-      for path, x in _positioned(traced.inputs).items()
+      for path, x in _positioned(self.traced.inputs).items()
       if avals[x].dtype == bool and not avals[x].shape
       if not _next_values.is_inside(path, *self.states)
     ]
 
-  def _match(self, named: Mapping[str, object]) -> None:
-    """Corrects the next values by what a skipped step returns."""
-    (_, skipped), (_, applied) = self.run(self.states.keys()), self.run()
-    forms = {
-      place: _next_values.form(shape)
-      for place, shape in _next_values.subtrees(self.traced.shapes)
-    }
-
-    def are_kept(pairs: Sequence[_Pair], outputs: Sequence[Value]) -> bool:
-      return bool(pairs) and all(
-        outputs[x.after].identity == Identity(x.before) for x in pairs
-      )
-
-    for name in [*self.guessed]:
-      place, tree = self.next_values[name], named[name]
-      form = _next_values.form(tree)
-      others = [x for x, y in forms.items() if x and x != place and y == form]
-      kept = [
-        x for x in (place, *others) if are_kept(self._pairs(name, x), skipped)
-      ]
-      after = [x.after for x in self._pairs(name, place)]
-      is_read = any(name in applied[x].all_of("reads") for x in after)
-      # Any step may return an old value, too.
-      moved = (x for x in kept if not are_kept(self._pairs(name, x), applied))
-      old = place if place in kept or is_read else next(iter(kept), None)
-      found = next(moved, old if old in kept else None)
-      if found is not None:
-        self.next_values[name] = found
-        self.guessed.remove(name)
-        continue
-      is_one = _next_values.is_value(tree) and not shared.is_key(tree)
-      # Outputs of zero may be a skip's updates, and those that grow gradients.
-      degrees = [skipped[x].degree for x in after]
-      is_other = all(
-        x != _values.FREE and not isinstance(x, _values.Unknown)
-        for x in degrees
-      )
-      taken = self.next_values.values()
-      has_rival = any(not _next_values.overlaps(x, taken) for x in others)
-      is_likely = is_read and not (is_one or is_other or has_rival)
-      if states.find_states(tree) or is_likely:
-        self.guessed.remove(name)
-    # A number that only a skip returns is one, too.
-    for name in named.keys() - self.next_values.keys():
-      form = _next_values.form(named[name])
-      for place in [x for x, y in forms.items() if x and y == form]:
-        pairs = self._pairs(name, place)
-        is_free = not _next_values.overlaps(place, self.next_values.values())
-        is_kept = are_kept(pairs, skipped) and not are_kept(pairs, applied)
-        if is_free and (is_kept or self._counts(pairs, applied)):
-          self.next_values[name] = place
-          break
-
-  def _counts(self, pairs: Sequence[_Pair], applied: Sequence[Value]) -> bool:
-    """Returns whether an output is a whole number that the old one decides."""
-    # Counts of what a batch holds read the batch, too.
-    avals = self.traced.jaxpr.in_avals
-    return bool(pairs) and all(
-      not avals[x.before].shape
-      and np.issubdtype(avals[x.before].dtype, np.integer)
-      and applied[x.after].identity != Identity(x.before)
-      and applied[x.after].all_of("reads") == {leaves.path_name(x.path)}
-      for x in pairs
-    )
-
   def is_guessed(self, path: Path) -> bool:
-    """Returns whether a leaf's argument may have another next value."""
     return _next_values.argument_of(path) in self.guessed
 
-  def _pairs(self, name: str, place: Path) -> list[_Pair]:
+  def pairs_of(self, name: str, place: Path) -> list[_Pair]:
     before = _next_values.compared({name: self.traced.inputs[name]})
     after = _next_values.compared({name: self.positions[place]})
     return [_Pair(x, before[x], after[x]) for x in before if x in after]
@@ -268,6 +187,7 @@ class _Step:
     flags: Mapping[int, bool] | None = None,
   ) -> tuple[Sequence[_interpret.Event], list[Value]]:
     """Interprets the step, given the states that overflow."""
+    # Each argument is known to be itself, and its results to read it.
     values = {
       int(x): Value(
         constant=(flags or {}).get(x),
@@ -277,10 +197,12 @@ class _Step:
       for path, x in _positioned(self.traced.inputs).items()
     }
     for path, state in self.states.items():
+      # The step before measured these with its own S.
       for x in (state.amax, state.range_used):
         if isinstance(x, Position):
           reason = "it is of the S of the step before"
           values[x] = values[x].but(degree=_values.Unknown(reason, False))
+      # Each state has a symbol for its S, and each copy of a model its own S.
       position = _interpret.position_of_scale(state.loss_scale_state)
       words = "S" if len(self.states) == 1 else f"S of {self.names[path]}"
       axes = tuple(range(self.traced.jaxpr.in_avals[position].ndim))
@@ -290,11 +212,9 @@ class _Step:
         scale=Scale(path, "old"),
         sources=frozenset([Source("scale", path)]),
       )
-    machine = _interpret.Interpreter(
-      self.traced.trace.calls, frozenset(overflowing)
-    )
-    inputs = [values[i] for i in range(len(values))]
-    outputs = machine.run(self.traced.jaxpr, inputs)
+    calls = self.traced.trace.calls
+    machine = _interpret.Interpreter(calls, frozenset(overflowing))
+    outputs = machine.run(self.traced.jaxpr, [*values.values()])
     return [*machine.events.values()], outputs
 
 
@@ -318,23 +238,26 @@ def prove(
   certain: Collection[str],
   free: Collection[Path],
 ) -> Proof:
-  """Proves or refutes the laws of a step that was traced.
-
-  The next values of arguments that are not `certain` were guessed, and the
-  leaves that are `free` may depend on S or change on a skip.
-  """
-  step = _Step(traced, named, next_values, certain, free)
+  """Proves or refutes the laws of a step that was traced."""
+  # The next values of arguments that are not `certain` were guessed, and the
+  # leaves that are `free` may depend on S or change on a skip.
+  step = _Step(traced, free, next_values, next_values.keys() - certain)
   if not step.states:
     laws = [_found(Kind.SWITCHED_OFF, _SCALE)]
     if any(call.kind == "skip" for call in traced.trace.calls):
       laws.append(_found(Kind.SKIPS_UNSEEN, _SKIP))
     return Proof(tuple(laws), {}, frozenset(), (), ())
-  step.ones = frozenset(
-    path
-    for x in step.run()[0]
-    if x.kind == "move" and _is_one(x.call.static["rule"])
-    if (path := _moved_path(x))
-  )
+  events, applied = step.run()
+  if step.guessed:
+    # Both kinds of steps together show which outputs are next values.
+    _, skipped = step.run(step.states.keys())
+    returned = _next_values.Returned(named, step.pairs_of, skipped, applied)
+    found, guessed = _next_values.identify(
+      traced.shapes, next_values, step.guessed, returned
+    )
+    step = dataclasses.replace(step, next_values=found, guessed=guessed)
+  ones = frozenset(filter(None, map(_moved_at_one, events)))
+  step = dataclasses.replace(step, ones=ones)
   laws = _judge(step, {})
   if not _findings.all_hold(laws):
     laws = _judge_by_flags(step) or laws
@@ -347,17 +270,21 @@ def prove(
   )
 
 
-def _is_one(rule: object) -> bool:
-  return isinstance(rule, fixed.FixedLossScale) and rule.scale == 1
+def _moved_at_one(event: _interpret.Event) -> Path | None:
+  """Returns the state that a call moves, if its rule never leaves S = 1."""
+  rule = event.call.static["rule"] if event.kind == "move" else None
+  is_one = isinstance(rule, fixed.FixedLossScale) and rule.scale == 1
+  return _moved_path(event) if is_one else None
 
 
 def _judge_by_flags(step: _Step) -> list[Law]:
   """Returns the laws if they hold for each truth of the step's flags."""
-  if not 0 < len(step.flags) <= _MOST_FLAGS:
+  flags = step.flags()
+  if not 0 < len(flags) <= _MOST_FLAGS:
     return []
   cases: list[Law] = []
-  for truths in itertools.product((True, False), repeat=len(step.flags)):
-    cases += _judge(step, dict(zip(step.flags, truths, strict=True)))
+  for truths in itertools.product((True, False), repeat=len(flags)):
+    cases += _judge(step, dict(zip(flags, truths, strict=True)))
   if not _findings.all_hold(cases):
     return []
   laws = [x for x in cases if x.verdict is Verdict.PROVED] or cases
