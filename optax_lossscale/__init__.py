@@ -26,8 +26,6 @@ from optax_lossscale._base.arguments import WiringWarning
 from optax_lossscale._base.other_systems import of_name as _of_name
 from optax_lossscale._precision.master_weights import master_weights
 from optax_lossscale._precision.master_weights import MasterWeightsState
-from optax_lossscale._precision.policy import get_policy
-from optax_lossscale._precision.policy import Policy
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.dynamic import DynamicLossScale
 from optax_lossscale._rules.engine import DynamicLossScaleState
@@ -108,8 +106,10 @@ _MODULES = [
   "rules",
 ]
 _ROOMS = {x: f".{x}" for x in _MODULES} | {
+  "Policy": "._precision.policy",
   "PrecisionSchedule": "._precision.precision_schedule",
   "PrecisionScheduleState": "._precision.precision_schedule",
+  "get_policy": "._precision.policy",
   "low_precision_state": "._precision.stochastic_rounding",
   "stochastic_rounding": "._precision.stochastic_rounding",
 }
@@ -136,6 +136,8 @@ if _typing.TYPE_CHECKING:
   from optax_lossscale import plot as plot
   from optax_lossscale import presets as presets
   from optax_lossscale import rules as rules
+  from optax_lossscale._precision.policy import get_policy
+  from optax_lossscale._precision.policy import Policy
   from optax_lossscale._precision.precision_schedule import PrecisionSchedule
   from optax_lossscale._precision.precision_schedule import (
     PrecisionScheduleState,

@@ -19,6 +19,7 @@ from jax.extend import core
 
 from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import axes
+from optax_lossscale._jaxpr import folding
 from optax_lossscale._jaxpr import operations
 
 # An operation, after the calls around it, outermost first.
@@ -53,7 +54,6 @@ class Unknown:
   )
 
 
-Number = bool | int | float
 # Zero, inf and NaN fit every degree.
 ANY = "any"
 FREE: Powers = ()
@@ -131,7 +131,7 @@ class Value:
 
   degree: Degree = FREE
   # The number that all its elements are.
-  constant: Number | None = None
+  constant: folding.Number | None = None
   # The operation that made it.
   place: Place = dataclasses.field(default=(), compare=False)
   identity: Identity | None = None
@@ -205,10 +205,9 @@ class Value:
     """True if it was computed from S and numbers alone."""
     return not self.all_of("reads")
 
-  def is_number(self, number: Number) -> bool:
-    """Returns whether it is a known number; no flag is one."""
-    is_alike = isinstance(self.constant, bool) == isinstance(number, bool)
-    return is_alike and self.constant == number
+  def is_number(self, number: folding.Number) -> bool:
+    """Returns whether it is a known number."""
+    return folding.is_number(self.constant, number)
 
   @property
   def units(self) -> list[Unit]:
