@@ -12,9 +12,8 @@ from optax_lossscale._jaxpr import operations
 from optax_lossscale._jaxpr.operations import Axes
 
 _Shape = tuple[int, ...]
-# Returns where each axis of an input is in the result, given the operation, the
-# input's position, its shape and that of the result.
-_Rule = Callable[[core.JaxprEqn, int, _Shape, _Shape], Mapping[int, int]]
+# Returns where each axis of the input at a position is in the result.
+_Rule = Callable[[core.JaxprEqn, int], Mapping[int, int]]
 
 
 def aval(x: core.Var | core.Literal) -> jax.core.ShapedArray:
@@ -25,14 +24,15 @@ def aval(x: core.Var | core.Literal) -> jax.core.ShapedArray:
 def output_axes(equation: core.JaxprEqn, index: int) -> Mapping[int, int]:
   """Returns where each axis of an input is in the output, if it is whole."""
   rule = _AXES.get(operations.of(equation).axes)
-  before = aval(equation.invars[index]).shape
-  after = aval(equation.outvars[0]).shape
-  return rule(equation, index, before, after) if rule else {}
+  return rule(equation, index) if rule else {}
 
 
-def _same_axes(
-  equation: core.JaxprEqn, _: int, before: _Shape, after: _Shape
-) -> Mapping[int, int]:
+def _shapes(equation: core.JaxprEqn, index: int) -> tuple[_Shape, _Shape]:
+  return aval(equation.invars[index]).shape, aval(equation.outvars[0]).shape
+
+
+def _same(equation: core.JaxprEqn, index: int) -> Mapping[int, int]:
+  before, after = _shapes(equation, index)
   params = equation.params
   dropped = params.get("axis", params.get("dimension"))
   if len(before) != len(after):
@@ -42,18 +42,16 @@ def _same_axes(
   return {x: x for x, (n, m) in pairs if n == m and x != dropped}
 
 
-def _reshaped_axes(
-  _: core.JaxprEqn, __: int, before: _Shape, after: _Shape
-) -> Mapping[int, int]:
+def _reshaped(equation: core.JaxprEqn, index: int) -> Mapping[int, int]:
+  before, after = _shapes(equation, index)
   # An axis is kept if as many elements come before it, and it has its size.
   places = {(math.prod(after[:j]), n): j for j, n in enumerate(after)}
   found = {i: (math.prod(before[:i]), n) for i, n in enumerate(before)}
   return {i: places[x] for i, x in found.items() if x in places and x[1] > 1}
 
 
-def _dot_axes(
-  equation: core.JaxprEqn, index: int, before: _Shape, after: _Shape
-) -> Mapping[int, int]:
+def _dot(equation: core.JaxprEqn, index: int) -> Mapping[int, int]:
+  before, after = _shapes(equation, index)
   contracted, batch = (x[index] for x in equation.params["dimension_numbers"])
   free = [x for x in range(len(before)) if x not in (*contracted, *batch)]
   # The result has the batch axes, then the free ones of each input.
@@ -62,28 +60,23 @@ def _dot_axes(
   return batched | {x: start + i for i, x in enumerate(free)}
 
 
-def _reduced_axes(
-  equation: core.JaxprEqn, _: int, before: _Shape, __: _Shape
-) -> Mapping[int, int]:
-  rest = [x for x in range(len(before)) if x not in equation.params["axes"]]
+def _reduced(equation: core.JaxprEqn, index: int) -> Mapping[int, int]:
+  axes = range(aval(equation.invars[index]).ndim)
+  rest = [x for x in axes if x not in equation.params["axes"]]
   return {x: i for i, x in enumerate(rest)}
 
 
-def _padded_axes(
-  equation: core.JaxprEqn, index: int, before: _Shape, _: _Shape
-) -> Mapping[int, int]:
-  padding = equation.params["padding_config"]
-  return {x: x for x in range(len(before)) if not (index or any(padding[x]))}
+def _padded(equation: core.JaxprEqn, index: int) -> Mapping[int, int]:
+  padding = enumerate(equation.params["padding_config"])
+  # The second input is a number.
+  return {x: x for x, of_axis in padding if not (index or any(of_axis))}
 
 
-def _indexed_axes(
-  equation: core.JaxprEqn, index: int, operand: _Shape, _: _Shape
-) -> Mapping[int, int]:
+def _indexed(equation: core.JaxprEqn, index: int) -> Mapping[int, int]:
   """Returns where each whole axis of a gather's or scatter's input is."""
   numbers = equation.params["dimension_numbers"]
   operand = aval(equation.invars[0]).shape
-  is_gather = "slice_sizes" in equation.params
-  if is_gather:
+  if "slice_sizes" in equation.params:
     array, sizes = aval(equation.outvars[0]), equation.params["slice_sizes"]
     windows, left_out = numbers.offset_dims, numbers.collapsed_slice_dims
     batches = numbers.start_indices_batching_dims
@@ -109,16 +102,16 @@ def _indexed_axes(
 
 
 _AXES: Mapping[Axes, _Rule] = {
-  Axes.SAME: _same_axes,
-  Axes.DOT: _dot_axes,
-  Axes.INDEXED: _indexed_axes,
-  Axes.PADDED: _padded_axes,
-  Axes.PERMUTED: lambda equation, *_: {
+  Axes.SAME: _same,
+  Axes.DOT: _dot,
+  Axes.INDEXED: _indexed,
+  Axes.PADDED: _padded,
+  Axes.PERMUTED: lambda equation, _: {
     x: i for i, x in enumerate(equation.params["permutation"])
   },
-  Axes.REDUCED: _reduced_axes,
-  Axes.RESHAPED: _reshaped_axes,
-  Axes.SPREAD: lambda equation, *_: dict(
+  Axes.REDUCED: _reduced,
+  Axes.RESHAPED: _reshaped,
+  Axes.SPREAD: lambda equation, _: dict(
     enumerate(equation.params["broadcast_dimensions"])
   ),
 }

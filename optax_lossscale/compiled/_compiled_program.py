@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from optax_lossscale._jaxpr import scopes
-from optax_lossscale.instruments import shared
+from optax_lossscale._jaxpr import source_lines
 
 _HEAD = re.compile(r"(ENTRY )?%?([\w.-]+) .*\{$")
 _INSTRUCTION = re.compile(
@@ -200,7 +200,7 @@ def _lines(tables: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     while frame in frames:
       lines.append(places.get(frames[frame]["file_location_id"], ""))
       frame = str(parents[frame] - shift)
-    found[number] = next(filter(shared.is_own_line, lines), lines[0])
+    found[number] = next(filter(source_lines.is_own_line, lines), lines[0])
   return found
 
 

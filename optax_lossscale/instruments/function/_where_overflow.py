@@ -22,6 +22,7 @@ from optax_lossscale._base import switches
 from optax_lossscale._jaxpr import calls
 from optax_lossscale._jaxpr import interpreter
 from optax_lossscale._jaxpr import scopes
+from optax_lossscale._jaxpr import source_lines
 from optax_lossscale._jaxpr import throughout
 from optax_lossscale._jaxpr.interpreter import Array
 from optax_lossscale._step import checks
@@ -355,5 +356,5 @@ def _describe(result: _Result, first: _First) -> Place:
       loop["length"] - 1 - int(number) if loop.get("reverse") else int(number)
       for loop, number in zip(loops, first.iterations, strict=False)
     ),
-    source=shared.user_line(equations),
+    source=source_lines.user_line(equations),
   )

@@ -19,6 +19,7 @@ from jax.extend import core
 from optax_lossscale._base import leaves
 from optax_lossscale._base.leaves import Path
 from optax_lossscale._jaxpr import interpreter
+from optax_lossscale._jaxpr import source_lines
 from optax_lossscale._rules import fixed
 from optax_lossscale._step import reasons
 from optax_lossscale._step import states
@@ -663,8 +664,8 @@ def _lines(places: Sequence[Place]) -> tuple[_findings.Line, ...]:
   """Returns the user's lines of operations, each once."""
   found: dict[_findings.Line, None] = {}
   for place in places:
-    source = shared.user_line(place) if place else None
-    if source and shared.is_own_line(source):
+    source = source_lines.user_line(place) if place else None
+    if source and source_lines.is_own_line(source):
       file, _, line = source.rpartition(":")
       text = linecache.getline(file, int(line)).strip()
       found[file, int(line), text] = None
