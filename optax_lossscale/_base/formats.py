@@ -61,3 +61,17 @@ def limit(own: DTypeLike, dtype: DTypeLike | None) -> float:
   """Returns the largest value that is finite in `own` and, if set, `dtype`."""
   # An array narrower than the computation overflows at its own limit.
   return min(largest(x) for x in (own, dtype) if x is not None)
+
+
+def holds(wide: np.dtype, narrow: np.dtype) -> bool:
+  """Returns whether a dtype has all numbers of another one of its kind."""
+  if narrow.kind == "b":
+    return True
+  both = wide, narrow
+  if all(jnp.issubdtype(x, jnp.floating) for x in both):
+    a, b = map(jnp.finfo, both)
+    return a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp
+  if all(jnp.issubdtype(x, jnp.integer) for x in both):
+    c, d = map(jnp.iinfo, both)
+    return int(c.min) <= int(d.min) and int(c.max) >= int(d.max)
+  return False

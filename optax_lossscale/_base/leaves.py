@@ -5,6 +5,7 @@ from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Hashable
 from collections.abc import Iterable
+from collections.abc import Iterator
 import functools
 import operator
 from typing import TypeGuard
@@ -306,3 +307,29 @@ def listed(names: Collection[object], most: int = 20) -> str:
   named = ", ".join(map(repr, list(names)[:most]))
   more = len(names) - most
   return f"{named} and {more} more" if more > 0 else named
+
+
+def subtrees(tree: object, at: Path = ()) -> Iterator[tuple[Path, object]]:
+  """Yields the path and value of each subtree, outer ones first."""
+  yield at, tree
+  children = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is not tree)
+  for path, child in children:
+    if child is not tree:
+      yield from subtrees(child, (*at, *path))
+
+
+def is_value(x: object) -> bool:
+  """Returns whether `x` is an array or a number, or the form of one."""
+  # Text, dates and objects have no values to compare.
+  kind = getattr(getattr(x, "dtype", np.dtype("O")), "kind", "V")
+  return kind not in "OSTUMm" or isinstance(x, (bool, int, float, complex))
+
+
+def is_inside(path: Path, *outer: Path) -> bool:
+  """Returns whether a path is one of the others, or leads into one."""
+  return any(path[: len(x)] == x for x in outer)
+
+
+def overlaps(path: Path, places: Iterable[Path]) -> bool:
+  """Returns whether a path is inside any of the others, or around one."""
+  return any(is_inside(path, x) or is_inside(x, path) for x in places)

@@ -18,6 +18,7 @@ import optax
 
 from optax_lossscale._base import arguments
 from optax_lossscale._base import bits as _bits
+from optax_lossscale._base import counting
 from optax_lossscale._base import formats as _formats
 from optax_lossscale._base import leaves
 from optax_lossscale._base import switches
@@ -400,7 +401,7 @@ def _row(x: jax.Array, wide: DTypeLike) -> tuple[jax.Array, ...]:
   length = highest - lowest + 3
   by_place = jnp.zeros(length, jnp.uint32)
   for part in _bits.parts(x):
-    by_place += shared.count(
+    by_place += counting.count(
       lambda y: _by_comparison(_bits.carried(y), length),
       [part],
       on_cpu=lambda y: _by_scatter(_bits.carried(y), length),

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from optax_lossscale._base import bits as _bits
+from optax_lossscale._base import counting
 from optax_lossscale._base import leaves
 from optax_lossscale.instruments import shared
 
@@ -82,7 +83,7 @@ def _count_swallowed(param: jax.Array, update: jax.Array) -> jax.Array:
     masks = is_same & is_nonzero, is_nonzero
     return jnp.stack([jnp.sum(mask, dtype=jnp.uint32) for mask in masks])
 
-  return shared.count(tally, [param, update])
+  return counting.count(tally, [param, update])
 
 
 def _is_same(a: jax.Array, b: jax.Array) -> jax.Array:

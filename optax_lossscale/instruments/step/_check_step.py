@@ -219,7 +219,7 @@ def _report(
     outputs = _runs.outputs_of(run, named)
   if traced:
     precision, is_narrow = _verdicts.precision_law(traced.jaxpr)
-    outputs = dict(_next_values.subtrees(traced.shapes))
+    outputs = dict(leaves.subtrees(traced.shapes))
   found = _next_values.match(named, outputs, carry, known)
   certain = frozenset(found if carry else known)
   free = frozenset(_next_values.may_change(named, may_change))

@@ -53,15 +53,6 @@ _EXPONENTS = {
 }
 # Operations of several results, with the one that grows as their input does.
 _GROWING = {Growth.FIRST: 0, Growth.SECOND: 1}
-# Operations that may give 0, inf or NaN only because they are given them.
-_PASS_ANY = {
-  Growth.KEEPS,
-  Growth.MULTIPLIES,
-  Growth.DIVIDES,
-  Growth.POWERS,
-  *_EXPONENTS,
-  *_REASONS,
-}
 
 # A number that guards a division, and is lost beside almost any other.
 _EPSILON = 1e-6
@@ -299,6 +290,9 @@ _RULES: Mapping[Growth, Callable[[Operation], Degree | None]] = {
   Growth.PRODUCT: _multiplied,
   **dict.fromkeys((Growth.POWER, Growth.POWERS, *_EXPONENTS), _raised),
 }
+# Operations that may give 0, inf or NaN only because they are given them; 2**0
+# is 1, though 0 has any degree.
+_PASS_ANY = {*_RULES, *_REASONS} - {Growth.POWER}
 
 
 def fills(equation: core.JaxprEqn) -> bool:

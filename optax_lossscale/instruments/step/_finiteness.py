@@ -35,10 +35,8 @@ _NOT_NAN = {"eq": True, "ne": False}
 
 
 def transfer(operation: Operation, result: Value) -> Value:
-  """Returns an operation's result with what became of an inf in it.
-
-  The result comes with the marks of all inputs, and with its degree.
-  """
+  """Returns an operation's result with what became of an inf in it."""
+  # The result comes with the marks of all inputs, and with its degree.
   row = operation.row
   tested = result.mark("tested")
   if tested and row.elements is not Elements.PERMUTES:

@@ -10,9 +10,7 @@ from collections.abc import Hashable
 from collections.abc import Iterable
 from collections.abc import Mapping
 
-import jax.numpy as jnp
-import numpy as np
-
+from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr.operations import Form
 from optax_lossscale._jaxpr.operations import Growth
@@ -162,23 +160,9 @@ def cast(operation: Operation) -> Identity | None:
   """Returns the identity of a number in a dtype that holds it, and back."""
   before, after = operation.before.dtype, operation.after.dtype
   identity = operation.inputs[0].identity
-  is_held = holds(after, before)
+  is_held = formats.holds(after, before)
   wider = formed(identity, "cast", before) if is_held else None
   return undone(identity, "cast", after) or wider
-
-
-def holds(wide: np.dtype, narrow: np.dtype) -> bool:
-  """Returns whether a dtype has all numbers of another one of its kind."""
-  if narrow.kind == "b":
-    return True
-  both = wide, narrow
-  if all(jnp.issubdtype(x, jnp.floating) for x in both):
-    a, b = map(jnp.finfo, both)
-    return a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp
-  if all(jnp.issubdtype(x, jnp.integer) for x in both):
-    c, d = map(jnp.iinfo, both)
-    return int(c.min) <= int(d.min) and int(c.max) >= int(d.max)
-  return False
 
 
 def _masked(operation: Operation) -> Identity | None:

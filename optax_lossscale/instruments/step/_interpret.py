@@ -70,11 +70,10 @@ class Event(NamedTuple):
 
 
 class Interpreter:
-  """Interprets a jaxpr.
+  """Interprets a jaxpr."""
 
-  The states whose paths are in `overflowing` overflow, and the updates whose
-  places are.
-  """
+  # The states whose paths are in `overflowing` overflow, and the updates whose
+  # places are.
 
   def __init__(
     self,
@@ -98,13 +97,10 @@ class Interpreter:
 
   def run(self, jaxpr: core.Jaxpr, inputs: Values) -> list[Value]:
     """Returns what is known of a closed jaxpr's outputs."""
-    consts = [_constants.number(x) for x in jaxpr.consts]
+    number = _constants.number
+    consts = [*map(number, jaxpr.consts)]
     return interpreter.evaluate(
-      jaxpr,
-      inputs,
-      self._equation,
-      consts,
-      lambda x: _constants.number(x.val),
+      jaxpr, inputs, self._equation, consts, lambda x: number(x.val)
     )
 
   def _equation(self, equation: core.JaxprEqn, inputs: Values) -> Values:
@@ -269,10 +265,8 @@ def _updates(jaxpr: core.Jaxpr, promised: Sequence[_promised.Promised]) -> bool:
 def _seen(
   results: Sequence[Values], are_seen: Sequence[bool], place: Place
 ) -> list[Values]:
-  """Returns the results of branches that update, if a step overflows.
-
-  Another branch may use gradients by itself, whose inf none has seen.
-  """
+  """Returns the results of branches that update, if a step overflows."""
+  # Another branch may use gradients by itself, whose inf none has seen.
   others = itertools.compress(results, map(operator.not_, are_seen))
   unseen = {
     i: Mark("unseen", True, place)
@@ -287,11 +281,9 @@ def _seen(
 
 
 def _to_device(value: Value, spec: jax.P, inner: jax.core.ShapedArray) -> Value:
-  """Returns what a device sees of an array.
-
-  If each device has an S of its own, as under pmap, they are equal: that each
-  step keeps them equal is part of the proof.
-  """
+  """Returns what a device sees of an array."""
+  # If each device has an S of its own, as under pmap, they are equal: that each
+  # step keeps them equal is part of the proof.
   # None has no leaves.
   meshed = [jax.tree.leaves(x) for x in (*spec, *[None] * inner.ndim)]
 

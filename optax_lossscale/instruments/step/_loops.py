@@ -67,23 +67,14 @@ class _Loop:
       if old.degree != new.degree and old.units and new.units
     }
 
-  def first(self, start: Values) -> list[Value]:
-    """Returns what the first round is given, with the S of a round."""
-    begins = {_symbol(start[i]): x for i, x in self.rounds.items()}
-    carry = [self.rename(x, begins) for x in start]
-    for i in self.rounds:
-      # Later it is not the S that the loop was given.
-      carry[i] = carry[i].but(identity=None)
-    return carry
-
-  def following(self, outputs: Values) -> list[Value]:
-    """Returns what the next round is given: the next S is that of a round."""
-    ends = {
-      _symbol(outputs[i]): x
+  def given(self, carry: Values) -> list[Value]:
+    """Returns what a round is given, where each S is that of a round."""
+    names = {
+      carry[i].units[0][0]: x
       for i, x in self.rounds.items()
-      if len(outputs[i].units) == 1
+      if len(carry[i].units) == 1
     }
-    return [self.rename(x, ends) for x in outputs]
+    return [self.rename(x, names) for x in carry]
 
   def rename(
     self,
@@ -103,11 +94,6 @@ class _Loop:
     if degree is None:
       degree = _kept(value, self.place)
     return value.but(degree=degree)
-
-
-def _symbol(value: Value) -> Symbol:
-  """Returns the S that a value grows with first."""
-  return value.units[0][0]
 
 
 def _kept(value: Value, place: Place) -> Unknown:
@@ -132,12 +118,15 @@ def run(
   loop = _Loop(place, {x for v in (*start, *others) for x, _ in v.units})
   carry = following = [*start]
   for _ in range(_MOST_ROUNDS):
-    outputs, given = body(carry)
+    outputs, left = body(carry)
     if moving := loop.moving(carry, outputs):
       loop.rounds |= moving
-      carry = loop.first(start)
+      carry = loop.given(start)
+      # In later rounds these are not the S that the loop is given.
+      for i in loop.rounds:
+        carry[i] = carry[i].but(identity=None)
       continue
-    following = loop.following(outputs)
+    following = loop.given(outputs)
     joined = [
       _transfer.join(x, place, "are carried by a loop")
       for x in zip(carry, following, strict=True)
@@ -151,14 +140,14 @@ def run(
     carry = following = [x.but(degree=degree) for x in carry]
   # A loop that runs ends with what its body gives.
   finished = following if runs else carry
-  return _finished(loop, finished, outputs, given, members)
+  return _finished(loop, finished, outputs, left, members)
 
 
 def _finished(
   loop: _Loop,
   carry: Values,
   outputs: Values,
-  given: Values,
+  left: Values,
   members: Collection[Symbol],
 ) -> tuple[list[Value], list[Value]]:
   """Returns what is left of a loop, in which the S of a round is no more."""
@@ -172,4 +161,4 @@ def _finished(
     end[i] = end[i].but(scale=outputs[i].scale)
   # What a round leaves may be of the members that it is given.
   known |= {*members}
-  return end, [loop.rename(x, {}, known) for x in given]
+  return end, [loop.rename(x, {}, known) for x in left]

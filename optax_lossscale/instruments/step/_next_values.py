@@ -5,8 +5,6 @@ Leaves may be arrays, or the shapes and dtypes of arrays that nothing has run.
 
 from collections.abc import Callable
 from collections.abc import Collection
-from collections.abc import Iterable
-from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from collections.abc import Set
@@ -48,7 +46,7 @@ RETURN = (
 
 Path = leaves.Path
 Arguments = Mapping[str, object]
-# All subtrees of what a step returns, by their paths.
+# All leaves.subtrees of what a step returns, by their paths.
 Outputs = Mapping[Path, object]
 # The outputs that are next values, by argument.
 Places = Mapping[str, Path]
@@ -89,7 +87,7 @@ class Returned(NamedTuple):
       self.is_read(name, place)
       and not self.is_gradient(name, place)
       and not _is_plain(tree)
-      and all(overlaps(x, found.values()) for x in rivals)
+      and all(leaves.overlaps(x, found.values()) for x in rivals)
     )
 
   def is_next_number(self, name: str, place: Path) -> bool:
@@ -173,14 +171,14 @@ def _is_number(tree: object) -> bool:
 
 def _is_plain(tree: object) -> bool:
   # A single array or number, but no key: few outputs have the form of a key.
-  return is_value(tree) and not shared.is_key(tree)
+  return leaves.is_value(tree) and not shared.is_key(tree)
 
 
 def _disjoint(places: dict[str, list[Path]], known: Places) -> dict[str, Path]:
   """Returns, by argument, the first place that no other argument has."""
   found = dict(known)
   for name, candidates in places.items():
-    free = [x for x in candidates if not overlaps(x, found.values())]
+    free = [x for x in candidates if not leaves.overlaps(x, found.values())]
     if free and name not in found:
       found[name] = free[0]
   return found
@@ -239,7 +237,7 @@ def identify(
 ) -> tuple[dict[str, Path], Collection[str]]:
   """Returns the next values that a skip shows, and the arguments in doubt."""
   # The whole output can only be a first guess.
-  _, *parts = subtrees(shapes)
+  _, *parts = leaves.subtrees(shapes)
   places = alike(returned.named, dict(parts))
   shown = {x: returned.shown(x, [guesses[x], *places[x]]) for x in guessed}
   # All corrections come first, since they take and free what others need.
@@ -289,18 +287,9 @@ def may_change(named: Arguments, patterns: Sequence[str]) -> set[Path]:
 
 def form(tree: object) -> tuple[object, Sequence[object]]:
   """Returns a tree's structure, and the shapes and dtypes of its leaves."""
-  values = filter(is_value, jax.tree.leaves(tree))
+  values = filter(leaves.is_value, jax.tree.leaves(tree))
   forms = [(np.shape(x), jnp.result_type(x)) for x in values]
   return jax.tree.structure(tree), forms
-
-
-def subtrees(tree: object, at: Path = ()) -> Iterator[tuple[Path, object]]:
-  """Yields the path and value of each subtree, outer ones first."""
-  yield at, tree
-  children = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is not tree)
-  for path, child in children:
-    if child is not tree:
-      yield from subtrees(child, (*at, *path))
 
 
 def compared(tree: object, at: Path = ()) -> dict[Path, Any]:
@@ -311,7 +300,7 @@ def compared(tree: object, at: Path = ()) -> dict[Path, Any]:
       for field in _KEPT[type(x)]:
         key = jax.tree_util.GetAttrKey(field)
         found |= compared(getattr(x, field), (*at, *path, key))
-    elif is_value(x) and path[-1:] != _ATTEMPTS:
+    elif leaves.is_value(x) and path[-1:] != _ATTEMPTS:
       found[*at, *path] = x
   return found
 
@@ -319,23 +308,6 @@ def compared(tree: object, at: Path = ()) -> dict[Path, Any]:
 def _counts_skips(x: object) -> bool:
   """Returns whether a state has fields that a skipped step may move."""
   return type(x) in _KEPT and bool(states.find_states(x))
-
-
-def is_value(x: object) -> bool:
-  """Returns whether `x` is an array or a number, or the form of one."""
-  # Text, dates and objects have no values to compare.
-  kind = getattr(getattr(x, "dtype", np.dtype("O")), "kind", "V")
-  return kind not in "OSTUMm" or isinstance(x, (bool, int, float, complex))
-
-
-def is_inside(path: Path, *outer: Path) -> bool:
-  """Returns whether a path is one of the others, or leads into one."""
-  return any(path[: len(x)] == x for x in outer)
-
-
-def overlaps(path: Path, places: Iterable[Path]) -> bool:
-  """Returns whether a path is inside any of the others, or around one."""
-  return any(is_inside(path, x) or is_inside(x, path) for x in places)
 
 
 def argument_of(path: Path) -> str:

@@ -28,14 +28,10 @@ class Promised(NamedTuple):
 
 
 class Trace(NamedTuple):
-  """The calls and functions that are taken at their word in a proof's trace.
+  """The calls and functions that are taken at their word in a proof's trace."""
 
-  Attributes:
-    calls: the promised calls, by their numbers.
-    trusted: the library's functions that the proof does not look into.
-  """
-
-  calls: list[Promised]
+  calls: list[Promised]  # By their numbers.
+  # The library's functions that the proof does not look into.
   trusted: dict[str, None]
 
   def trust(self, function: Callable[..., object]) -> None:

@@ -120,7 +120,7 @@ def _positions(tree: Any, is_array: Callable[[object], bool]) -> Any:
 
 
 def _has_value(x: object) -> bool:
-  return hasattr(x, "dtype") and _next_values.is_value(x)
+  return hasattr(x, "dtype") and leaves.is_value(x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +149,7 @@ class _Step:
 
   @functools.cached_property
   def positions(self) -> dict[Path, Any]:
-    return dict(_next_values.subtrees(self.traced.outputs))
+    return dict(leaves.subtrees(self.traced.outputs))
 
   @functools.cached_property
   def pairs(self) -> list[_Pair]:
@@ -162,7 +162,7 @@ class _Step:
     # Loss scaling holds the moments, which are no parameters.
     avals = self.traced.jaxpr.in_avals
     found = [x.path for x in self.pairs if leaves.is_gradient(avals[x.before])]
-    return [x for x in found if not _next_values.is_inside(x, *self.states)]
+    return [x for x in found if not leaves.is_inside(x, *self.states)]
 
   def flags(self) -> list[int]:
     # A flag is an argument such as `train`.
@@ -171,7 +171,7 @@ class _Step:
       int(x)
       for path, x in _positioned(self.traced.inputs).items()
       if avals[x].dtype == bool and not avals[x].shape
-      if not _next_values.is_inside(path, *self.states)
+      if not leaves.is_inside(path, *self.states)
     ]
 
   def is_guessed(self, path: Path) -> bool:
@@ -507,7 +507,7 @@ def _still(case: _Case) -> Iterator[Law]:
     if case.applied[x.after].identity == Identity(x.before)
   }
   inner = [
-    [x.path for x in pairs if _next_values.is_inside(x.path, (*y, _INNER))]
+    [x.path for x in pairs if leaves.is_inside(x.path, (*y, _INNER))]
     for y in case.skipped
   ]
   for group in (case.step.parameters, *inner):
@@ -595,7 +595,7 @@ def _undone(
   is_half = stay and not all(
     (y := alone[x.after].identity) and y.argument == x.before
     for x in step.pairs
-    if _next_values.is_inside(x.path, inner)
+    if leaves.is_inside(x.path, inner)
   )
   if moved and is_half and not any(step.is_guessed(x.path) for x in moved):
     where = _lines([alone[x.after].place for x in moved])
@@ -632,7 +632,7 @@ def _follows(step: _Step) -> Iterator[str]:
   found = _positioned(step.traced.outputs)
   for path, name in leaves.path_names(found).items():
     is_free = _degrees.is_free(outputs[found[path]].degree)
-    if not is_free and not _next_values.overlaps(path, places):
+    if not is_free and not leaves.overlaps(path, places):
       yield name
 
 

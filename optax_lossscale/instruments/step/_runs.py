@@ -103,7 +103,7 @@ class Bound:
     return {
       path
       for path, x in self.before.items()
-      if leaves.is_gradient(x) and not _next_values.is_inside(path, *self.given)
+      if leaves.is_gradient(x) and not leaves.is_inside(path, *self.given)
     }
 
   @property
@@ -127,7 +127,7 @@ class Bound:
     new = states.find_states(after)
     outcomes = {x: _outcome(self.given[x], new[x]) for x in factors if x in new}
     others = {
-      x: y for x, y in outputs.items() if not _next_values.overlaps(x, places)
+      x: y for x, y in outputs.items() if not leaves.overlaps(x, places)
     }
     return Run(after, self._watched(after), others, new, outcomes)
 
@@ -169,7 +169,7 @@ def outputs_of(
     return x._replace(loss_scale_state=rule_state)
 
   inputs = jax.tree.map_with_path(copy, named, is_leaf=states.is_state)
-  return dict(_next_values.subtrees(jax.block_until_ready(run(inputs))))
+  return dict(leaves.subtrees(jax.block_until_ready(run(inputs))))
 
 
 def report(step: Bound) -> _findings.StepReport:
@@ -280,10 +280,8 @@ def _judge(step: Bound) -> tuple[_findings.StepReport, Run]:
 def _vary(
   step: Bound, start: _Start, path: Path
 ) -> tuple[list[Run], np.ndarray]:
-  """Runs a step with one S halved, and halved again, and far smaller.
-
-  Also returns how often each S is halved from run to run, int[members].
-  """
+  """Runs a step with one S halved, and halved again, and far smaller."""
+  # Also returns how often each S is halved from run to run, int[members].
 
   def at(share: jax.typing.ArrayLike) -> Run:
     return step.at(start.factors | {path: share * start.factors[path]})
@@ -462,10 +460,8 @@ def _hides_now(step: Bound, start: _Start, paths: Collection[Path]) -> bool:
 
 
 def _is_lost(path: Path, old: Run, new: Run, growth: float) -> bool:
-  """Returns whether a larger S, by which amax should grow, made it smaller.
-
-  A growth of 0 says that it need not grow, but may not vanish.
-  """
+  """Returns whether a larger S, by which amax should grow, made it smaller."""
+  # A growth of 0 says that it need not grow, but may not vanish.
   before, after = (_on_host(x.states[path].amax) for x in (old, new))
   is_less = (after == 0) | (after < before * growth / 2)
   return bool(np.any((before > 0) & is_less))
@@ -491,10 +487,8 @@ def _outcome(
 def _doubtful(
   later: Bound, clean: Run, skipped: Run, changed: Sequence[Path]
 ) -> set[str]:
-  """Returns the arguments whose next value may have been guessed wrong.
-
-  A skipped step returns its arguments, so unchanged ones were guessed right.
-  """
+  """Returns the arguments whose next value may have been guessed wrong."""
+  # A skipped step returns its arguments, so unchanged ones were guessed right.
 
   def is_doubtful(name: str) -> bool:
     argument, after = later.named[name], _host_leaves(skipped.after[name])
@@ -507,7 +501,7 @@ def _doubtful(
     # Outputs of zero may be a skip's updates; those that jump may be gradients.
     is_zero = not any(map(np.any, after.values()))
     return (
-      (_next_values.is_value(argument) and not shared.is_key(argument))
+      (leaves.is_value(argument) and not shared.is_key(argument))
       or like in map(_next_values.form, skipped.others.values())
       or any(not _differing(x, after) for x in rivals)
       or is_zero

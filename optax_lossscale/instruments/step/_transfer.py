@@ -15,6 +15,7 @@ import jax
 from jax.extend import core
 import jax.numpy as jnp
 
+from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
 from optax_lossscale._jaxpr import collectives
 from optax_lossscale._jaxpr import operations
@@ -216,7 +217,7 @@ def _convert(operation: Operation, made: Value) -> Value:
     number = _constants.cast(value.constant, after)
     return (made if number is None else number).but(identity=identity)
   if jnp.issubdtype(after, jnp.inexact):
-    scale = value.scale if _identity.holds(after, before) else None
+    scale = value.scale if formats.holds(after, before) else None
     return value.but(identity=identity, scale=scale, place=made.place)
   unknown = _degrees.unknown([value.degree])
   if after.kind == "b":

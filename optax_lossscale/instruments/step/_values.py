@@ -264,15 +264,13 @@ def made(inputs: Iterable[Value], place: Place) -> Value:
 def passed(value: Value, condition: Value) -> Value:
   """Returns a value that is chosen where gates found gradients to be finite."""
   gates = condition.all_of("gate")
-  is_passed = lambda x: x.detail in gates and x.origin in _UNSEEN  # noqa: E731
-  sources = (
-    Source("passed", x.detail) if is_passed(x) else x for x in value.sources
-  )
-  found = value.but(sources=frozenset(sources))
-  if not gates or found.may_be_inf:
-    return found
+  finite = {
+    Source(x, y): Source("passed", y)
+    for y in gates
+    for x in ("scale", "undefined")
+  }
+  sources = frozenset(finite.get(x, x) for x in value.sources)
+  found = value.but(sources=sources)
   # Without an overflow nothing was lost.
-  return found.unmarked("tested", "taken", "dropped")
-
-
-_UNSEEN = ("scale", "undefined")
+  is_whole = gates and not found.may_be_inf
+  return found.unmarked("tested", "taken", "dropped") if is_whole else found

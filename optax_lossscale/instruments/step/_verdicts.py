@@ -39,10 +39,9 @@ _SLOPES = {1: Kind.PROPORTIONAL, 0: Kind.UNRELATED, 2: Kind.SQUARED}
 
 
 class Outcome(enum.Enum):
-  """What became of a step of one state, as its counts and amax show.
+  """What became of a step of one state, as its counts and amax show."""
 
-  Its value is what that means if the step's gradients overflow; worst first.
-  """
+  # Its value is what that means if the step's gradients overflow; worst first.
 
   # With an S of inf: applied with an amax that is not finite, ...
   HIDDEN = Kind.INF_APPLIED
@@ -69,10 +68,8 @@ class _Difference(NamedTuple):
 
 
 def scale_law(amaxes: np.ndarray, halvings: np.ndarray, is_rough: bool) -> Law:
-  """Returns the scale law for amax, float[runs, members], as S falls.
-
-  From run to run each S is halved as often as `halvings` says, int[members].
-  """
+  """Returns the scale law for amax, float[runs, members], as S falls."""
+  # From run to run each S is halved as often as `halvings` says, int[members].
   # With float64 gradients, the true amax may be larger than the state can hold.
   most = np.finfo(np.float32).max
   is_usable = np.all((amaxes > 0) & (amaxes < most), axis=0)
@@ -93,10 +90,8 @@ def scale_law(amaxes: np.ndarray, halvings: np.ndarray, is_rough: bool) -> Law:
 
 
 def _small_part(amaxes: np.ndarray, halvings: np.ndarray) -> Kind:
-  """Returns what a small part of amax is that does not follow S.
-
-  A part that was added is the same at any S; a solver's errors are not.
-  """
+  """Returns what a small part of amax is that does not follow S."""
+  # A part that was added is the same at any S; a solver's errors are not.
   apart = amaxes[:-1] - 2.0**halvings * amaxes[1:]
   # Noise in the last bit is at most this large.
   noise = 2.0**-22 * amaxes[0]
@@ -136,11 +131,9 @@ def _wide(x: object) -> np.ndarray:
 
 
 def _is_one_way(*values: object) -> bool:
-  """Returns whether a leaf moves the same way each time that S is halved.
-
-  A mistake makes it do so. Rounding errors at three S are independent, so the
-  difference of the first two and that of the last two point apart.
-  """
+  """Returns whether a leaf moves the same way each time that S is halved."""
+  # A mistake makes it do so. Rounding errors at three S are independent, so the
+  # difference of the first two and that of the last two point apart.
   a, b, c = map(_wide, values)
   first, second = np.ravel(a - b), np.ravel(b - c)
   sizes = np.linalg.norm(first) * np.linalg.norm(second)

@@ -14,6 +14,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale._autocast import _products
+from optax_lossscale._base import formats
 from optax_lossscale._base import leaves
 from optax_lossscale._base import promises
 from optax_lossscale._base import siblings
@@ -22,7 +23,6 @@ from optax_lossscale._step import findings
 from optax_lossscale._step import loss_scaling
 from optax_lossscale._step import states
 from optax_lossscale.hardware import _emulate_saturation
-from optax_lossscale.instruments.step import _identity
 from optax_lossscale.instruments.step import _interpret
 from optax_lossscale.instruments.step import _promised
 from optax_lossscale.instruments.step import _values
@@ -175,7 +175,7 @@ def test_a_random_key_is_the_same_if_it_is_said_to_be(change, is_same):
 def test_a_dtype_holds_another_if_every_number_comes_back(
   wide, narrow, is_wide_enough
 ):
-  assert _identity.holds(jnp.dtype(wide), jnp.dtype(narrow)) == is_wide_enough
+  assert formats.holds(jnp.dtype(wide), jnp.dtype(narrow)) == is_wide_enough
 
 
 def text(function, args):
