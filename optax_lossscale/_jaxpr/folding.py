@@ -7,9 +7,9 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import operator
-from typing import Any
 
 from jax.extend import core
+from jax.typing import ArrayLike
 import numpy as np
 
 from optax_lossscale._base import leaves
@@ -20,7 +20,7 @@ from optax_lossscale._jaxpr.operations import Form
 Number = bool | int | float
 
 # The functions of the operations that fold numbers.
-FOLDED: Mapping[str, Callable[..., Any]] = {
+FOLDED: Mapping[str, Callable[..., ArrayLike]] = {
   **{x: getattr(np, x) for x in ("abs", "sqrt", "square")},
   **{
     x: getattr(operator, x)
@@ -58,7 +58,7 @@ def folded(
   """Returns the number that an operation makes of numbers, if it is known."""
   form, after = operations.of(equation).form, aval(equation.outvars[0])
   fold = FOLDED.get(equation.primitive.name)
-  found: Any = None
+  found: ArrayLike | None = None
   # 0 times inf is NaN, so a float that is 0 decides nothing.
   absorbing = None if has_floats(equation) else _ABSORBING.get(form)
   if absorbing is not None and any(is_number(x, absorbing) for x in constants):
@@ -67,8 +67,8 @@ def folded(
     return None
   elif len(constants) > 1 or form is Form.FOLDS:
     with np.errstate(all="ignore"):
-      found = fold and fold(*constants)
-  elif form is Form.TOTALS:
+      found = fold(*constants) if fold else None
+  elif form is Form.TOTALS and constants[0] is not None:
     found = _total(equation, constants[0])
   elif form is Form.FLIPS and isinstance(constants[0], bool):
     found = not constants[0]
@@ -78,7 +78,7 @@ def folded(
   return None if found is None else np.asarray(found).astype(after.dtype)
 
 
-def _total(equation: core.JaxprEqn, number: Any) -> Any:
+def _total(equation: core.JaxprEqn, number: Number) -> Number | None:
   """Returns the sum of equal numbers; only of 0 if they may round."""
   if has_floats(equation) and number != 0:
     return None

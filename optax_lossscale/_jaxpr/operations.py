@@ -9,7 +9,6 @@ known of it.
 
 from collections.abc import Sequence
 import enum
-from typing import Any
 from typing import NamedTuple
 
 from jax.extend import core
@@ -388,23 +387,29 @@ vecdot               -        -       -          -        -       -        sum
 zeta                 each     partial depends    same     -       -        special
 """
 
-_COLUMNS = (Elements, Size, Growth, Axes, Inf, Form, Cast)
-
 
 def _parsed(line: str) -> Row:
   """Returns a line of the table as a row."""
-  name, *words = line.split()
-  members: list[Any] = [
-    column(word) for column, word in zip(_COLUMNS, words, strict=False)
-  ]
+  name, elements, size, degree, axes, inf, form, cast, *more = line.split()
   flags, positions = Flag(0), slice(0)
-  for word in words[len(_COLUMNS) :]:
+  for word in more:
     if word.startswith("@"):
       start, stop = word[1:].split(":")
       positions = slice(int(start), int(stop) if stop else None)
     else:
       flags |= Flag[word.upper()]
-  return Row._make([name, *members, flags, positions])
+  return Row(
+    name,
+    Elements(elements),
+    Size(size),
+    Growth(degree),
+    Axes(axes),
+    Inf(inf),
+    Form(form),
+    Cast(cast),
+    flags,
+    positions,
+  )
 
 
 ROWS = {row.name: row for row in map(_parsed, _TABLE.strip().splitlines()[1:])}

@@ -292,7 +292,7 @@ _RULES: Mapping[Growth, Callable[[Operation], Degree | None]] = {
 }
 # Operations that may give 0, inf or NaN only because they are given them; 2**0
 # is 1, though 0 has any degree.
-_PASS_ANY = {*_RULES, *_REASONS} - {Growth.POWER}
+_PASS_ANY = {*_RULES, *_REASONS} - {Growth.POWER, Growth.SOLVES}
 
 
 def fills(equation: core.JaxprEqn) -> bool:

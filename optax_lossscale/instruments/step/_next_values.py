@@ -216,7 +216,7 @@ def _check_states(named: Arguments, after: Arguments, carry: Carry) -> None:
     )
 
 
-def moving_states(tree: object) -> dict[Path, Any]:
+def moving_states(tree: object) -> dict[Path, states.LossScalingState]:
   """Returns the states that have an S, by path; loss scaling may be off."""
   found = states.find_states(tree)
   return {x: y for x, y in found.items() if jax.tree.leaves(y.loss_scale_state)}

@@ -90,7 +90,7 @@ class Proof(NamedTuple):
 
 def trace(run: shared.Step, named: Mapping[str, object]) -> Traced:
   """Traces a step for a proof; its arguments may be shapes."""
-  shapes: list[Any] = []
+  shapes: list[object] = []
 
   def arrays_of(named: Mapping[str, object]) -> list[object]:
     returned = run(named)
@@ -139,7 +139,7 @@ class _Step:
   ones: Collection[Path] = ()
 
   @functools.cached_property
-  def states(self) -> dict[Path, Any]:
+  def states(self) -> dict[Path, states.LossScalingState]:
     return _next_values.moving_states(self.traced.inputs)
 
   @functools.cached_property
@@ -148,7 +148,7 @@ class _Step:
     return names | leaves.path_names(self.states)
 
   @functools.cached_property
-  def positions(self) -> dict[Path, Any]:
+  def positions(self) -> dict[Path, object]:
     return dict(leaves.subtrees(self.traced.outputs))
 
   @functools.cached_property
@@ -581,7 +581,12 @@ def _undone_by_one(case: _Case) -> Iterator[Law]:
 
 
 def _undone(
-  case: _Case, alone: Sequence[Value], path: Path, kind: Kind, **names: Any
+  case: _Case,
+  alone: Sequence[Value],
+  path: Path,
+  kind: Kind,
+  other: str = "",
+  count: int = 1,
 ) -> Iterator[Law]:
   """Yields a state whose parameters stay on a skip, while its moments move."""
   step = case.step
@@ -600,7 +605,7 @@ def _undone(
   if moved and is_half and not any(step.is_guessed(x.path) for x in moved):
     where = _lines([alone[x.after].place for x in moved])
     name = step.names.get(path, "")
-    yield _found(kind, _SKIP, where=where, name=name, **names)
+    yield _found(kind, _SKIP, where=where, name=name, other=other, count=count)
 
 
 def _changed(
