@@ -8,6 +8,7 @@ import re
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale._jaxpr.operations import NAMES
 from tests import documents
 
 PACKAGE = pathlib.Path(ols.__file__).parent
@@ -229,7 +230,7 @@ def test_a_packages_private_files_are_its_own():
 
 
 def compared_texts(tree):
-  """Yields what compares a finding's words, and what they begin or end with."""
+  """Yields what compares words of a finding, or the name of a primitive."""
   for node in ast.walk(tree):
     operands = []
     if isinstance(node, ast.Compare):
@@ -238,13 +239,20 @@ def compared_texts(tree):
       is_about_ends = re.search("(start|end)swith|fix$", node.func.attr)
       operands = [node.func.value, *node.args] if is_about_ends else []
     for x in [z for y in operands for z in getattr(y, "elts", [y])]:
-      is_sentence = isinstance(x, ast.Constant) and " " in str(x.value)
-      if is_sentence or getattr(x, "attr", "") in ("text", "remedy", "reason"):
+      text = str(x.value) if isinstance(x, ast.Constant) else ""
+      if (
+        " " in text
+        or text in NAMES
+        or getattr(x, "attr", "") in ("text", "remedy", "reason")
+      ):
         yield ast.unparse(node)
 
 
-def test_no_verdict_of_a_step_hangs_on_english():
-  for text in ("'a' in x.text", "x in ('a b', y)", "x.remedy.endswith(y)"):
+def test_no_verdict_of_a_step_hangs_on_english_or_a_name_of_jax():
+  for text in (
+    *("'a' in x.text", "x in ('a b', y)", "x.remedy.endswith(y)"),
+    "x == 'exp'",
+  ):
     assert [*compared_texts(ast.parse(text))] == [text]
   for path in (PACKAGE / "instruments/step").glob("*.py"):
     assert not [*compared_texts(ast.parse(path.read_text()))], path

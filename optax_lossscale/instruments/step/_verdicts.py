@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._base import leaves
+from optax_lossscale._jaxpr import operations
 from optax_lossscale._jaxpr import scopes
 from optax_lossscale.instruments.step import _findings
 from optax_lossscale.instruments.step import _next_values
@@ -258,7 +259,7 @@ def precision_law(jaxpr: core.Jaxpr) -> tuple[Law, bool]:
     ]
     floats = {x.dtype for x in avals if leaves.is_gradient(x)}
     narrow = {x for x in floats if leaves.at_least_float32(x) != x}
-    if equation.primitive.name != "convert_element_type":
+    if operations.of(equation).form is not operations.Form.CONVERTS:
       works |= narrow
     loses |= equation.params.get("exponent_bits", 8) < 8
     loses |= any(jnp.finfo(x).minexp > least for x in narrow)
