@@ -68,14 +68,10 @@ def held(x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-  """Returns float32 or float64 numbers, rounded to those of a narrower dtype.
-
-  inf and numbers that are too large become what a cast makes of them: inf, NaN
-  or the largest value. NaN stays NaN and -0.0 stays -0.0, even if `dtype` has
-  neither. The derivative is that of a cast.
-  """
+  """Returns float32 or float64 numbers, rounded to a narrower dtype."""
   # XLA may remove a cast to `dtype` and back, but it keeps this rounding. A
-  # float64 is rounded once, while XLA may cast it via float32.
+  # float64 is rounded once, while XLA may cast it via float32. NaN stays NaN
+  # and -0.0 stays -0.0, even if `dtype` has neither.
   own, target = jnp.finfo(x.dtype), jnp.finfo(dtype)
   result = x
   if target.nmant < own.nmant:
@@ -89,6 +85,8 @@ def rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     multiple = lax.round(x / step, lax.RoundingMethod.TO_NEAREST_EVEN)
     result = jnp.where(jnp.abs(x) < smallest, multiple * step, result)
   if largest < float(own.max):
+    # Numbers that are too large become what a cast makes of inf: inf, NaN or
+    # the largest value.
     beyond = np.array(np.inf).astype(target.dtype).astype(x.dtype)
     result = jnp.where(result > largest, beyond, result)
     result = jnp.where(result < -largest, -beyond, result)
@@ -101,6 +99,7 @@ def _rounded_jvp(
   primals: tuple[jax.Array],
   tangents: tuple[jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
+  # The derivative of a cast.
   return rounded(primals[0], dtype), tangents[0]
 
 

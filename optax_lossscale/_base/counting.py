@@ -18,10 +18,7 @@ def count(
   *,
   on_cpu: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
-  """Counts the elements of arrays with `tally`, reading each element once.
-
-  A CPU counts with `on_cpu` instead, if that is set.
-  """
+  """Counts the elements of arrays with `tally`, reading each element once."""
   on_cpu = on_cpu or tally
   # An accelerator reads and counts in one kernel, a block of a sharded array
   # could span devices, and the size may be a symbol in an exported program.

@@ -9,17 +9,13 @@ from optax_lossscale._base import arguments
 
 def open_door(
   module: str,
+  # By name, the module that has it, relative to `module`.
   rooms: Mapping[str, str],
+  # Returns the end of the error for a name that does not exist. By default it
+  # guesses which name was meant.
   remedy: Callable[[str], str] | None = None,
 ) -> Callable[[str], object]:
-  """Returns the `__getattr__` of a module that loads its names on demand.
-
-  Args:
-    module: the module's name.
-    rooms: by name, the module that has it, relative to `module`.
-    remedy: returns the end of the error for a name that does not exist; by
-      default it guesses which name was meant.
-  """
+  """Returns the `__getattr__` of a module that loads its names on demand."""
 
   def load(name: str) -> object:
     if name not in rooms:

@@ -51,19 +51,15 @@ traced_for = jax.make_user_context(None)
 
 
 def promise(
-  kind: str,
+  kind: str,  # The table in docs/architecture.md says what each promises.
   *,
+  # The names of the arguments that are not trees of arrays.
   static: Collection[str] = (),
+  # The function that is read instead. Without it, the reader sees one call of
+  # this kind, and knows what that means.
   assume: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-  """Returns a decorator for a function that is taken at its word.
-
-  Args:
-    kind: what is promised; the table in docs/architecture.md says it in words.
-    static: the names of the arguments that are not trees of arrays.
-    assume: the function that is read instead. Without it, the reader sees one
-      call of this kind, and knows what that means.
-  """
+  """Returns a decorator for a function that is taken at its word."""
 
   def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
     signature = inspect.signature(function)

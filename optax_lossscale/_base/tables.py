@@ -5,14 +5,12 @@ from collections.abc import Sequence
 
 
 def aligned(rows: Iterable[Sequence[str]], sides: str) -> list[str]:
-  """Returns a line for each row; "<" aligns a column left, and ">" right.
-
-  A row with fewer cells than columns ends with a text of any length.
-  """
+  """Returns a line for each row; "<" aligns a column left, and ">" right."""
   rows = list(rows)
   widths = [0] * len(sides)
   for row in rows:
-    # The text that ends a short row must not widen its column.
+    # A row with fewer cells than columns ends with a text of any length, which
+    # must not widen its column.
     cells = row if len(row) == len(sides) else row[:-1]
     for i, cell in enumerate(cells):
       widths[i] = max(widths[i], len(cell))

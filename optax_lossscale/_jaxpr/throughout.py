@@ -30,13 +30,11 @@ _Counted = tuple[Arrays, ArrayTree]
 
 
 class CountingRule:
-  """How to evaluate each operation, and how to combine the counts.
+  """How to evaluate each operation, and how to combine the counts."""
 
-  A count is a pytree of arrays, always with the same structure, shapes and
-  dtypes. This base class counts nothing, so its counts are empty.
-  """
-
-  # The count before any operation.
+  # The count before any operation. A count is a pytree of arrays, always with
+  # the same structure, shapes and dtypes. This base class counts nothing, so
+  # its counts are empty.
   zero: ArrayTree = ()
 
   def apply(

@@ -59,17 +59,13 @@ class MasterWeightsState(NamedTuple):
 
 @states.stores("narrow")
 class RemainderState(NamedTuple):
-  """State of `master_weights` with `store="remainder"`.
+  """State of `master_weights` with `store="remainder"`."""
 
-  Attributes:
-    remainder: int16, the bits of each master below those of its parameter; a
-      masked node for each leaf that is its own master.
-    inner_state: the wrapped optimizer's state.
-  """
-
-  # Not `master`, so that no checkpoint of the one passes for the other.
+  # int16, the bits of each master below those of its parameter; a masked node
+  # for each leaf that is its own master. Not named `master`, so that no
+  # checkpoint of the one passes for the other.
   remainder: optax.Params
-  inner_state: optax.OptState
+  inner_state: optax.OptState  # The wrapped optimizer's state.
 
   def wide(self, params: optax.Params) -> optax.Params:
     """Returns the masters, as `MasterWeightsState.wide` does."""

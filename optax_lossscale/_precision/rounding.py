@@ -88,16 +88,9 @@ def nearest(master: jax.Array, dtype: DTypeLike) -> jax.Array:
 def remainder(
   master: jax.Array, param: jax.Array, dtype: DTypeLike
 ) -> jax.Array:
-  """Returns int16, the part of a master that its parameter does not hold.
-
-  It counts units of 2**-16 of the distance to the next parameter. If 16 bits
-  cannot reach the master, the result is their largest or smallest number.
-
-  Args:
-    master: float32.
-    param: the parameter, in float32.
-    dtype: the parameter's own.
-  """
+  """Returns int16, the part of a master that its parameter does not hold."""
+  # It counts units of 2**-16 of the distance to the next parameter. The master
+  # and the parameter are in float32; `dtype` is the parameter's own.
   at, is_negative = _split(param)
   if dtype == jnp.bfloat16:
     magnitude, sign = _split(master)
@@ -116,6 +109,7 @@ def remainder(
     away = jnp.clip(away, least, most) - size
     units = jnp.where(jnp.isfinite(away), away / step * 2**16, 0)
     count = jnp.clip(jnp.round(units), -_HALF, _HALF).astype(jnp.int32)
+  # 16 bits may not reach the master.
   return jnp.clip(count, -_HALF, _HALF - 1).astype(jnp.int16)
 
 
@@ -133,14 +127,10 @@ def master(
 
 
 def neighbors(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-  """Returns the largest number of a dtype that is at most x, and the next one.
-
-  Both are x itself if that is a number of the dtype, or is not finite.
-
-  Args:
-    x: float32 within the range of the dtype.
-    dtype: float16 or bfloat16.
-  """
+  """Returns the largest number of a dtype that is at most x, and the next."""
+  # x is in float32, within the range of the dtype, which is float16 or
+  # bfloat16. Both results are x itself if that is a number of the dtype, or is
+  # not finite.
   magnitude, is_negative = _split(x)
   if dtype == jnp.bfloat16:
     inner = _join(magnitude & ~0xFFFF, is_negative)
@@ -154,15 +144,14 @@ def neighbors(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
 
 
 def stochastic(x: jax.Array, chance: jax.Array) -> jax.Array:
-  """Returns one of the neighbors of x in bfloat16, so that their mean is x.
-
-  Args:
-    x: float32; a finite one beyond the largest bfloat16 becomes that.
-    chance: float32 in [0, 1), like x, evenly spread.
-  """
+  """Returns one of the neighbors of x in bfloat16, so that their mean is x."""
+  # x and `chance` are in float32 and of one shape, and the chances are spread
+  # evenly over [0, 1).
+  #
   # In integers, since a CPU makes 0 of the smallest numbers.
   magnitude, is_negative = _split(x)
   added = (chance * 2.0**16).astype(jnp.int32)
+  # A finite x beyond the largest bfloat16 becomes that.
   rounded = jnp.minimum((magnitude + added) & ~0xFFFF, _LARGEST_BFLOAT16)
   return jnp.where(jnp.isfinite(x), _join(rounded, is_negative), x)
 
@@ -170,14 +159,10 @@ def stochastic(x: jax.Array, chance: jax.Array) -> jax.Array:
 def stochastic_update(
   target: jax.Array, param: jax.Array, dtype: DTypeLike, chance: jax.Array
 ) -> jax.Array:
-  """Returns what takes a parameter near to a target, and in the mean to it.
-
-  Args:
-    target: float32.
-    param: the parameter, in float32.
-    dtype: the parameter's own, float16 or bfloat16.
-    chance: float32 in [0, 1), like the target, evenly spread.
-  """
+  """Returns an update to a number near a target, and in the mean to it."""
+  # The arrays are in float32 and of one shape, and the chances are spread
+  # evenly over [0, 1). `dtype` is the parameter's own, float16 or bfloat16.
+  #
   # A sum is rounded to the nearest number, so the update must be such that
   # rounding changes nothing. There is one for both neighbors of a target within
   # a factor of two of the parameter. Farther away the sum may reach only each

@@ -27,31 +27,21 @@ _PARAMETERS, _STATE = 0, 1
 
 @states.stores("narrow")
 class StochasticRoundingState(NamedTuple):
-  """State of `stochastic_rounding`.
+  """State of `stochastic_rounding`."""
 
-  Attributes:
-    rounding_seed: uint32[], decides every rounding together with the count.
-    rounding_count: int32[], how many steps were applied.
-    inner_state: the wrapped optimizer's state.
-  """
-
+  # uint32[], decides every rounding together with the count.
   rounding_seed: jax.Array
-  rounding_count: jax.Array
-  inner_state: optax.OptState
+  rounding_count: jax.Array  # int32[], how many steps were applied.
+  inner_state: optax.OptState  # The wrapped optimizer's state.
 
 
 class LowPrecisionState(NamedTuple):
-  """State of `low_precision_state`.
+  """State of `low_precision_state`."""
 
-  Attributes:
-    state_seed: uint32[], decides every rounding together with the count.
-    state_count: int32[], how many steps were applied.
-    narrow_state: the wrapped optimizer's state, with its large arrays in 16
-      bits.
-  """
-
+  # uint32[], decides every rounding together with the count.
   state_seed: jax.Array
-  state_count: jax.Array
+  state_count: jax.Array  # int32[], how many steps were applied.
+  # The wrapped optimizer's state, with its large arrays in 16 bits.
   narrow_state: optax.OptState
 
 

@@ -87,10 +87,7 @@ class _Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Engine:
-  """The choices that make up a rule: the first S, when S moves, and how far.
-
-  S always stays a normal float32: a move out of that range leaves S unchanged.
-  """
+  """The choices that make up a rule: the first S, when S moves, and how far."""
 
   init_scale: float  # The first S, unless it is above `max_scale`.
   growth_factor: float  # Growth multiplies S by this.
@@ -157,11 +154,7 @@ class Engine:
   def stalled(
     self, state: DynamicLossScaleState, overflow: ArrayLike
   ) -> jax.Array:
-    """Returns bool[], True if S should move but cannot.
-
-    Either the step overflowed with S at the floor, or S would move below
-    `hold_below` or out of the normal float32 range.
-    """
+    """Returns bool[], True if S should move but cannot."""
     overflow = arguments.as_flag(overflow, arguments.scale_of(state))
     step = self._step(state, overflow)
     at_floor = state.loss_scale == jnp.float32(self.min_scale)
@@ -242,6 +235,8 @@ class Engine:
 
   def _can_move(self, step: _Step) -> jax.Array:
     """Returns bool[], True if S may move to the value that the rule wants."""
+    # S always stays a normal float32: a move out of that range leaves S
+    # unchanged.
     return arguments.is_usable_scale(step.wanted) & ~self._is_held(step)
 
   def _is_held(self, step: _Step) -> jax.Array:

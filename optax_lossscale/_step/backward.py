@@ -317,10 +317,7 @@ def _scaled_loss_fn(
   *,
   may_change: bool,
 ) -> Callable[..., tuple[jax.Array, Any]]:
-  """Returns a function that returns S times the loss, and the true loss as aux.
-
-  Unless `may_change`, it raises if `fun` changes an object in place.
-  """
+  """Returns a function that returns S times the loss, with the loss as aux."""
   arguments.check_function(fun)
 
   @functools.wraps(fun)

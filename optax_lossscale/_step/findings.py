@@ -72,11 +72,7 @@ def examine(
   loss_scale: jax.Array | None = None,
   in_order: bool = True,
 ) -> Finding:
-  """Examines every element of every gradient, and the caller's own findings.
-
-  Given S, it also checks that S is usable and that the largest gradient stays
-  finite when it is divided by S, since division by an S below 1 may overflow.
-  """
+  """Examines every element of every gradient, and the caller's own findings."""
   measured = _measure(check, scaled_grads, loss_scale, in_order=in_order)
   flag, dropped, elsewhere = _add_reasons(check, measured, overflow, amax)
   shares = measured.shares
@@ -119,6 +115,7 @@ def _measure(
     # Negate this instead of reversing the comparison, so that NaN counts.
     flag |= ~within
     if loss_scale is not None:
+      # Division by an S below 1 may overflow.
       flag |= ~jnp.isfinite(leaves.unscale(largest, loss_scale))
     amaxes.append(reasons.to_float32(largest))
     if check.dtype is not None or formats.is_low(own):

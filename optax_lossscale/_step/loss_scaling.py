@@ -321,10 +321,7 @@ def move(
   amax: jax.Array,
   unseen: jax.Array | None = None,
 ) -> tuple[Any, jax.Array]:
-  """Returns the rule's next state, and whether S is stalled.
-
-  If `unseen` is True, the rule keeps its state, and nothing is stalled.
-  """
+  """Returns the rule's next state, and whether S is stalled."""
   moved = rule.update(state, overflow, amax=amax)
   leaves.check_kept("rule", moved, state)
   # S is float32, but a rule may compute it in another dtype.
@@ -332,6 +329,8 @@ def move(
   # An S of a user's rule that is 0, subnormal, inf or NaN would silently stop
   # the training, so the previous state is kept instead.
   is_usable = arguments.is_usable_scale(loss_scale)
+  # After a step that the rule must not see, its state also stays, and nothing
+  # is stalled.
   is_held = ~is_usable if unseen is None else ~is_usable | unseen
   held = skipping.select(is_held, state, moved)
   # A damaged checkpoint may also hold an unusable S. The rest of the rule's

@@ -303,11 +303,9 @@ _STORE = "_parameter_store"
 
 
 def stores(how: Literal["copies", "narrow"]) -> Callable[[_Kind], _Kind]:
-  """Marks the class of a state by how its optimizer stores parameters.
-
-  "copies" are wider than the parameters. An optimizer that stores its share in
-  "narrow" parameters must see them in their own dtypes.
-  """
+  """Marks the class of a state by how its optimizer stores parameters."""
+  # "copies" are wider than the parameters. An optimizer that stores its share
+  # in "narrow" parameters must see them in their own dtypes.
 
   def mark(kind: _Kind) -> _Kind:
     setattr(kind, _STORE, how)
@@ -494,13 +492,11 @@ def state_in_use(
 def replace_scale(
   rule_state: leaves.Tree, loss_scale: ArrayLike
 ) -> leaves.Tree:
-  """Returns a rule's state with S replaced, in whichever leaf holds it.
-
-  It finds that leaf through the attribute `loss_scale`, since a rule that wraps
-  another holds S deeper inside, under any name.
-  """
+  """Returns a rule's state with S replaced, in whichever leaf holds it."""
   if isinstance(rule_state, fixed.NoLossScaleState):
     return rule_state  # S is always 1.
+  # The attribute `loss_scale` leads to that leaf, since a rule that wraps
+  # another holds S deeper inside, under any name.
   values, structure = jax.tree.flatten(rule_state)
   places = [object() for _ in values]
   try:

@@ -105,10 +105,7 @@ def _compile(
 
 
 def _number(lowered: jax.stages.Lowered) -> None:
-  """Numbers the operations in their names, which XLA keeps for their parts.
-
-  Each call gets a copy of its function, as XLA gives it.
-  """
+  """Numbers the operations in their names, which XLA keeps for their parts."""
   module = lowered.compiler_ir()
   assert module is not None
   functions = {
@@ -129,6 +126,7 @@ def _number(lowered: jax.stages.Lowered) -> None:
         callee = x.attributes["callee"]
         function = functions[callee.value]
         called[callee.value] += 1
+        # Each call gets a copy of its function, as XLA gives it.
         if called[callee.value] > 1:
           function = function.operation.clone()
           module.body.append(function)

@@ -134,15 +134,13 @@ class Program(NamedTuple):
   def running(
     self, name: str = "", within: Instruction | None = None
   ) -> Iterator[tuple[Instruction, Instruction | None]]:
-    """Yields what runs, and the kernel that it is part of, if any.
-
-    The body of a loop comes once, and so does every branch.
-    """
+    """Yields what runs, and the kernel that it is part of, if any."""
     for key in self.computations.get(name or self.entry, ()):
       x = self.instructions[key]
       yield x, within
       # The function of a reduction does not run by itself.
       is_kernel = x.opcode in ("fusion", "async-start")
+      # The body of a loop comes once, and so does every branch.
       if is_kernel or x.opcode in _CONTROL:
         for called in x.called:
           yield from self.running(called, x if is_kernel else within)
@@ -256,14 +254,9 @@ class Product(NamedTuple):
 def products(
   before: Program, after: Program, *, is_tpu: bool, rounding: str
 ) -> list[Product]:
-  """Returns the products of a program, each as often as it is compiled in.
-
-  Args:
-    before: the program that JAX made.
-    after: the program that XLA made of it.
-    is_tpu: whether it is for a TPU.
-    rounding: what a product rounds float32 to by default, if to anything.
-  """
+  """Returns the products of a program, each as often as it is compiled in."""
+  # `before` is the program that JAX made, and `after` is what XLA made of it.
+  # By default, a product rounds float32 to `rounding`, if to anything.
   asked = {
     x.mark: before.dtypes_of(x)[:2]
     for x in before.instructions.values()

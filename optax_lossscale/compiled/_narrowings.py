@@ -143,10 +143,7 @@ class _Asked:
       self.equal[x.name].append(x.name)
 
   def uses(self, name: str) -> Iterator[tuple[Instruction | None, int]]:
-    """Yields what takes the numbers of an instruction, and as which operand.
-
-    None stands for the result of the program.
-    """
+    """Yields what takes the numbers of an instruction, and as which operand."""
     program = self.program
     # Values and, of a tuple, which element.
     values: list[tuple[str, int]] = [(name, -1)]
@@ -155,6 +152,7 @@ class _Asked:
       x = program.instructions[at]
       if at == program.computations[x.computation][-1]:
         if x.computation == program.entry:
+          # None stands for the result of the program.
           yield None, max(element, 0)
         for owner in self.owners[x.computation]:
           following.append((owner.name, element))
@@ -229,12 +227,9 @@ class _Compiled:
     i: int,
     narrow: str,
     *,
-    is_twice: bool,
+    is_twice: bool,  # Whether the other operand is rounded as well.
   ) -> bool | None:
-    """Returns whether a part of the operation `x` takes operand `i` rounded.
-
-    `is_twice` says that the other operand is rounded as well.
-    """
+    """Returns whether a part of the operation `x` takes operand `i` rounded."""
     found = [self.is_rounded(y, narrow) for y in part.operands]
     is_whole = part.opcode == x.opcode
     if x.opcode in _PRODUCTS:

@@ -49,20 +49,14 @@ Exported = tuple[bytes, Mapping[str, object]]
 
 
 class Target(NamedTuple):
-  """A kind of device to compile for.
+  """A kind of device to compile for."""
 
-  Attributes:
-    name: as the user writes it, such as "h200" or "v5e:16x16".
-    usable_memory: what JAX takes of one device by default, in bytes.
-    default_precision: what its products round float32 to, unless JAX asks for
-      more; an empty string if to nothing.
-    topology: the arguments of `get_topology_desc`.
-  """
-
-  name: str
-  usable_memory: int
+  name: str  # As the user writes it, such as "h200" or "v5e:16x16".
+  usable_memory: int  # What JAX takes of one device by default, in bytes.
+  # What its products round float32 to, unless JAX asks for more; an empty
+  # string if to nothing.
   default_precision: str
-  topology: Mapping[str, str]
+  topology: Mapping[str, str]  # The arguments of `get_topology_desc`.
 
   @property
   def platform(self) -> str:
@@ -71,17 +65,10 @@ class Target(NamedTuple):
 
 
 def read_targets(names: str | Sequence[str]) -> list[Target]:
-  """Returns the targets of names such as "h200" or "v5e:16x16".
-
-  Args:
-    names: several of them, or one text with commas in between.
-
-  Raises:
-    ValueError: if a target is unknown, or none is named.
-  """
+  """Returns the targets of names such as "h200" or "v5e:16x16"."""
   if isinstance(names, str):
     names = [x.strip() for x in names.split(",")]
-  # An error about anything else shows it whole.
+  # An error about anything else, or about no names at all, shows it whole.
   listed: list[object] = [names]
   if isinstance(names, Sequence | Set) and names:
     listed = [*names]
@@ -117,11 +104,7 @@ def _data() -> Mapping[str, Any]:
 
 
 def find_python(folder: str | os.PathLike[str] | None) -> pathlib.Path:
-  """Returns the Python that has the compilers, and imports flatbuffers.
-
-  Raises:
-    RuntimeError: if it is not found.
-  """
+  """Returns the Python that has the compilers, and imports flatbuffers."""
   if folder is not None:
     folder = arguments.check_file("compilers", folder)
   folder = folder or os.environ.get(VARIABLE) or ""
@@ -153,18 +136,7 @@ def find_python(folder: str | os.PathLike[str] | None) -> pathlib.Path:
 
 
 def make(folder: str, announce: Callable[[str], None]) -> str:
-  """Makes an environment of the compilers for the JAX that is here.
-
-  Args:
-    folder: a new one.
-    announce: is called with it before anything is installed.
-
-  Returns:
-    The folder as an absolute path.
-
-  Raises:
-    RuntimeError: if this machine cannot have them, or they do not install.
-  """
+  """Makes an environment of compilers for this JAX, and returns its folder."""
   machine = f"{sys.platform} {platform.machine()}"
   if machine != "linux x86_64":
     raise RuntimeError(f"XLA's compilers need Linux on x86-64, got {machine}.")
@@ -191,22 +163,12 @@ def make(folder: str, announce: Callable[[str], None]) -> str:
 
 def compile_for(
   target: Target,
-  programs: Mapping[str, Exported],
+  programs: Mapping[str, Exported],  # By name.
   *,
-  python: pathlib.Path,
-  options: Mapping[str, object],
+  python: pathlib.Path,  # It has the compilers.
+  options: Mapping[str, object],  # Of the compiler.
 ) -> tuple[dict[str, str], dict[str, Outcome]]:
-  """Compiles programs, and returns the versions and what became of each.
-
-  Args:
-    target: for which.
-    programs: by name.
-    python: that has the compilers.
-    options: of the compiler.
-
-  Raises:
-    RuntimeError: if the compilers do not start.
-  """
+  """Compiles programs, and returns the versions and what became of each."""
   job = {
     "jax": metadata.version("jax"),
     "topology": target.topology,

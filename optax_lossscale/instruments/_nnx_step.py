@@ -50,13 +50,11 @@ def _holds_objects(tree: object) -> bool:
 
 
 def _changing(named: dict[str, object]) -> dict[str, dict[str, object]]:
-  """Returns the parts that a step may change, by argument and path.
-
-  An optimizer's state is one part, so that the loss scaling in it can be found
-  by its type. Sown values are left out, since they only report on a step.
-  """
+  """Returns the parts that a step may change, by argument and path."""
   found: dict[tuple[str, ...], object] = {}
   for place, node in nnx.iter_graph(named, graph=True):
+    # Its state is one part, so that the loss scaling in it can be found by its
+    # type. Sown values are left out, since they only report on a step.
     if isinstance(node, nnx.Optimizer):
       place, node = (*place, "opt_state"), node.opt_state
     elif not isinstance(node, nnx.Variable) or isinstance(

@@ -43,11 +43,7 @@ class RecordState(NamedTuple):
 def bind(
   step: object, args: Sequence[object], caller: str, name: str = "step"
 ) -> tuple[Step, dict[str, object], dict[str, Path]]:
-  """Returns a step as a function of a dict of arguments, and that dict.
-
-  The last result is which output is which object of Flax NNX, since a step
-  changes those in place.
-  """
+  """Returns a step as a function of a dict of arguments, and that dict."""
   if not callable(step):
     raise TypeError(
       f"`{name}` must be the train step itself, got a "
@@ -64,7 +60,8 @@ def bind(
     return step(*(named[name] for name in names))
 
   named = dict(zip(names, args, strict=True))
-  # Objects of Flax NNX exist only in a program that has imported it.
+  # The last result is which output is which object of Flax NNX, since a step
+  # changes those in place. They exist only in a program that has imported it.
   if "flax.nnx" not in sys.modules:
     return call, named, {}
   from optax_lossscale.instruments import _nnx_step
@@ -78,13 +75,11 @@ def is_key(x: object) -> TypeGuard[jax.Array]:
 
 
 def by_path(tree: object, *left_out: type) -> dict[Path, jax.Array]:
-  """Returns the gradients of a tree by path, except inside `left_out` classes.
-
-  Flax's `_overwrite_with_gradient`, which bypasses the wrapper, is left out.
-  """
+  """Returns a tree's gradients by path, except inside `left_out` classes."""
   found = jax.tree.leaves_with_path(
     leaves.as_arrays(tree), is_leaf=lambda x: isinstance(x, left_out)
   )
+  # Flax's `_overwrite_with_gradient` bypasses the wrapper.
   return {
     path: leaf
     for path, leaf in found

@@ -274,12 +274,10 @@ def _draw_ranges(axes: Axes, ranges: Sequence[_Range], floor: float) -> float:
 
 
 def _shortened(paths: Sequence[str]) -> list[str]:
-  """Returns the paths, shortened if necessary to leave room for the rows.
-
-  If a path is long, all lose their common beginning; long ones are then cut.
-  """
+  """Returns the paths, shortened if necessary to leave room for the rows."""
   if max(map(len, paths)) <= _LONGEST:
     return list(paths)
+  # All lose their common beginning, and those that are still long are cut.
   # Characters may be compared, since only whole names are removed.
   prefix = os.path.commonprefix(paths)  # noqa: RUF071
   same, _, _ = prefix.rpartition("/")
@@ -295,10 +293,7 @@ def _shortened(paths: Sequence[str]) -> list[str]:
 def _shares_of(
   stats: instruments.LeafStats, *, together: bool
 ) -> npt.NDArray[np.float64]:
-  """Returns the shares of each leaf in a row, or of all together in one row.
-
-  It has a column for each exponent, then zeros, then inf and NaN.
-  """
+  """Returns the shares of each leaf in a row, or of all together in one row."""
   axes_lib.check_kind(
     "`stats` must be a",
     stats,
@@ -306,6 +301,7 @@ def _shares_of(
     "call instruments.leaf_stats(gradients)",
   )
   _ = stats.total  # Raises unless it can be read.
+  # A column for each exponent, then zeros, then inf and NaN.
   counts = np.column_stack([stats.counts, stats.zeros, stats.nonfinite])
   counts = counts.astype(np.int64)
   if together:
@@ -317,7 +313,6 @@ def _shares_of(
 
 
 def _range_of(name: str, dtype: DTypeLike) -> _Range:
-  """Returns the range of a dtype."""
   found = arguments.check_dtype(name, dtype)
   info = jnp.finfo(found)
   return _Range(
@@ -346,10 +341,8 @@ def _written(loss_scale: float) -> str:
 def _span(
   stats: instruments.LeafStats, shift: float, ranges: Sequence[_Range]
 ) -> tuple[float, float]:
-  """Returns the first and last exponent to show.
-
-  Formats as wide as bfloat16 count only if there is nothing else to show.
-  """
+  """Returns the first and last exponent to show."""
+  # Formats as wide as bfloat16 count only if there is nothing else to show.
   narrow = [each for each in ranges if each.end - each.subnormal < 64]
   ends = [x for each in narrow for x in (each.subnormal, each.end)]
   found = stats.exponents[np.any(np.asarray(stats.counts), axis=0)]
@@ -363,14 +356,12 @@ def _span(
 def _lost(
   stats: instruments.LeafStats, limits: _Range, loss_scale: float
 ) -> str:
-  """Returns a text that says what share of all elements becomes 0 in a format.
-
-  If some elements have the exponent of the limit, the text says "about".
-  """
+  """Returns a text with the share of all elements that a format makes 0."""
   of_nonzero = stats.share_lost(limits.name, loss_scale)
   zeros = int(np.sum(stats.zeros)) / max(stats.total, 1)
   # Half the smallest number, the limit for becoming 0.
   exponent = math.floor(limits.subnormal - 1 - math.log2(loss_scale))
+  # Elements with that exponent are counted in proportion, not exactly.
   about = "about " if stats.share(exponent, exponent + 1) else ""
   return f"{about}{100 * (1 - zeros) * of_nonzero:.3g} % become 0"
 

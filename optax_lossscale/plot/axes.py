@@ -95,13 +95,11 @@ def legend_above(axes: Axes, side: str, ncols: int = 1) -> None:
 
 
 def plain(name: object) -> str:
-  r"""Returns a user's name as text that matplotlib shows literally.
-
-  It would read what is between two "$" as mathematics, and leave a line whose
-  name begins with "_" out of the legend.
-  """
+  r"""Returns a user's name as text that matplotlib shows literally."""
   # No font draws the surrogates of a file's name that is not UTF-8.
   text = str(name).encode(errors="backslashreplace").decode()
+  # matplotlib would read text between two "$" as mathematics, and leave a line
+  # whose name begins with "_" out of the legend.
   return " " * text.startswith("_") + text.replace("$", r"\$")
 
 

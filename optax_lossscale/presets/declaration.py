@@ -250,18 +250,15 @@ _SWITCHES: dict[str, object] = {
 
 def preset(
   *,
+  # Maps the keys of a checkpoint, nested ones as "outer/inner", to the kinds in
+  # `_keys`.
   saves: Mapping[str, object] | None = None,
+  # Whether the first S must lie within the bounds.
   starts_within_bounds: bool = False,
+  # Fields of `Engine` and `_SWITCHES`; constants or `Argument`s.
   **columns: object,
 ) -> Callable[[Callable[_P, PresetLossScale]], Callable[_P, PresetLossScale]]:
-  """Declares the preset whose signature and docstring follow.
-
-  Args:
-    saves: maps the keys of a checkpoint, nested ones as "outer/inner", to the
-      kinds in `_keys`.
-    starts_within_bounds: whether the first S must lie within the bounds.
-    **columns: fields of `Engine` and `_SWITCHES`; constants or `Argument`s.
-  """
+  """Declares the preset whose signature and docstring follow."""
   switches = {x: columns.pop(x, default) for x, default in _SWITCHES.items()}
   keys: dict[str, Any] = {
     name: _keys.Key(name, key) if key in _keys.READERS else key

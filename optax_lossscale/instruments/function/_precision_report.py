@@ -165,12 +165,10 @@ def _dtypes(equation: core.JaxprEqn) -> list[str]:
 def computing(
   jaxpr: core.Jaxpr,
 ) -> Iterator[
+  # The scope, the equation, the equations around it, its name and its dtype.
   tuple[str, core.JaxprEqn, tuple[core.JaxprEqn, ...], str, np.dtype]
 ]:
-  """Yields the floating-point operations of a jaxpr that compute something.
-
-  Each comes as its scope, equation, enclosing equations, name and dtype.
-  """
+  """Yields the floating-point operations of a jaxpr that compute something."""
   for scope, equation, around in scopes.operations(jaxpr):
     name = operations.name_of(equation)
     dtype = operations.dtype_of(equation)

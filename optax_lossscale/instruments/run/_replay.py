@@ -198,15 +198,13 @@ def known_steps(history: _history.History, limit: float) -> Known:
 
 
 def largest_scales(known: Known, limit: float) -> npt.NDArray[np.float64]:
-  """Returns log2 of the largest S at which each step is clean.
-
-  NaN if no S is clean, inf if every S is clean.
-  """
+  """Returns log2 of the largest S at which each step is clean."""
   with np.errstate(divide="ignore"):
     unscaled = np.log2(known.mantissa) + known.exponent
   stood = np.log2(limit) - unscaled
   # A step that failed at an S may be clean at the next smaller power of two.
   below = np.ceil(np.log2(np.float64(known.failed_at))) - 1
+  # NaN if no S is clean, inf if every S is clean.
   return np.where(known.is_nan, np.nan, np.minimum(stood, below))
 
 
