@@ -92,12 +92,10 @@ class _Word(enum.StrEnum):
 
 
 class Verdict(_Word):
-  """What is known of a law, worst first.
+  """What is known of a law, worst first."""
 
-  "refuted", "open", for what no run could tell, and "unknown", for what runs
-  decide, are verdicts inside of a proof. A report has only the others.
-  """
-
+  # Inside of a proof: refuted; open, which no run could tell; or unknown, which
+  # runs decide. A report has only the others.
   REFUTED = "refuted"
   OPEN = "open"
   UNKNOWN = "unknown"
@@ -136,20 +134,18 @@ _returned = functools.partial(_refuted, remedy=_RETURN, in_every_batch=True)
 
 @enum.unique
 class Kind(enum.Enum):
-  """Everything that a proof or a run can find.
-
-  Attributes:
-    verdict: the verdict, unless the caller of `found` knows better.
-    text: what is found, with fields for names. The text of a problem in a proof
-      has no period, since `worst` counts the others behind it.
-    remedy: the mistakes that look like this, and how to fix them.
-    in_every_batch: whether any batch would show it.
-  """
+  """Everything that a proof or a run can find."""
 
   def __init__(
     self, verdict: Verdict, text: str, remedy: str, in_every_batch: bool
   ) -> None:
-    self.verdict, self.text, self.remedy = verdict, text, remedy
+    # `found` may be told another verdict.
+    self.verdict = verdict
+    # What is found, with fields for names. That of a problem in a proof has no
+    # period, since `worst` counts the others behind it.
+    self.text = text
+    # The mistakes that look like this, and how to fix them.
+    self.remedy = remedy
     self.in_every_batch = in_every_batch
 
   def __repr__(self) -> str:
