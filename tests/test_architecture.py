@@ -32,7 +32,7 @@ PARTS = {
   "cli": "plot and cli",
 }
 
-# The most branches of a function, but for the proof of a step.
+# The most branches of a function; in the proof of a step eight have over 12.
 MOST_BRANCHES = 18
 BRANCHING = (
   ast.Assert,
@@ -178,12 +178,12 @@ def test_no_function_branches_too_often():
   found = {
     f"{path.relative_to(PACKAGE)}::{node.name}": complexity(node)
     for path in FILES
-    if path.parent != PACKAGE / "instruments/step"
     for node in ast.walk(ast.parse(path.read_text()))
     if isinstance(node, ast.FunctionDef)
   }
   assert found["__init__.py::_remedy"] == 5
   assert not {x: n for x, n in found.items() if n > MOST_BRANCHES}
+  assert sum(n > 12 and "instruments/step" in x for x, n in found.items()) <= 8
 
 
 def test_tests_grow_by_rows_of_tables():

@@ -227,22 +227,22 @@ _HIDING: Mapping[Inf, Callable[[Operation], bool]] = {
 def _limited(operation: Operation, result: Value) -> Value:
   """Returns what bounds leave of a value; one may take the place of inf."""
   inputs = operation.inputs
-  bounds = [x for x in inputs if x.is_pure and x.degree != ANY]
+  has_bounds = any(x.is_pure and x.degree != ANY for x in inputs)
+  if result.lost or not has_bounds or _degrees.is_cast(operation):
+    return result
   # The second of three is between bounds.
   scaled, is_sure = _data_of(inputs[1:2] if len(inputs) > 2 else inputs)
-  is_bounded = bounds and scaled and not _degrees.is_cast(operation)
   is_max = operation.row.inf is Inf.LARGEST
   # A lower bound takes nothing from an absolute value.
-  is_lower = is_max and all(_is_positive(x) for x in scaled if x.place)
-  if result.lost or is_lower or not is_bounded:
+  if not scaled or (is_max and all(map(_is_positive, scaled))):
     return result
   return result.marked(Mark("taken", is_sure and not is_max, result.place))
 
 
 def _is_positive(value: Value) -> bool:
   """Returns whether an operation made a value that is seldom negative."""
-  made_by = value.place[-1:]
-  return bool(made_by) and Flag.POSITIVE in operations.of(made_by[0]).flags
+  made_by = map(operations.of, value.place[-1:])
+  return any(Flag.POSITIVE in x.flags for x in made_by)
 
 
 def _is_nonfinite(value: Value) -> bool:

@@ -97,11 +97,10 @@ class Interpreter:
 
   def run(self, jaxpr: core.Jaxpr, inputs: Values) -> list[Value]:
     """Returns what is known of a closed jaxpr's outputs."""
-    number = _constants.number
+    number, rule = _constants.number, self._equation
     consts = [*map(number, jaxpr.consts)]
-    return interpreter.evaluate(
-      jaxpr, inputs, self._equation, consts, lambda x: number(x.val)
-    )
+    value_of = lambda x: number(x.val)  # noqa: E731
+    return interpreter.evaluate(jaxpr, inputs, rule, consts, value_of)
 
   def _equation(self, equation: core.JaxprEqn, inputs: Values) -> Values:
     place = (*self._around, equation)

@@ -269,11 +269,7 @@ def may_change(named: Arguments, patterns: Sequence[str]) -> set[Path]:
   for x in [patterns] if isinstance(patterns, str) else patterns or ():
     # A pattern names a leaf or something around it. Brackets may be literal.
     globs = [str(x), f"{x}/*"] if {*str(x)} & {*"*?["} else []
-    chosen = {
-      path
-      for path, name in names.items()
-      if leaves.is_at(path, x) or any(fnmatch.fnmatch(name, y) for y in globs)
-    }
+    chosen = _leaves_at(x, globs, names)
     if not chosen and not globs:
       texts = [*names.values()]
       alike = difflib.get_close_matches(str(x), texts, len(texts), 0)
@@ -283,6 +279,15 @@ def may_change(named: Arguments, patterns: Sequence[str]) -> set[Path]:
       )
     found |= chosen
   return found
+
+
+def _leaves_at(
+  name: object, globs: Sequence[str], names: Mapping[Path, str]
+) -> set[Path]:
+  """Returns the leaves that have a name, or match one of some patterns."""
+  found = {x for x in names if leaves.is_at(x, name)}
+  matching = {y for x in globs for y in fnmatch.filter(names.values(), x)}
+  return found | {x for x, y in names.items() if y in matching}
 
 
 def form(tree: object) -> tuple[object, Sequence[object]]:

@@ -87,8 +87,7 @@ def _unclear(operation: Operation, axes: Collection[str]) -> str:
   """Returns why nothing is known of the results, if that is so."""
   if axes and any(differs for x in operation.inputs for _, differs in x.units):
     return "devices mix members that have an S of their own"
-  equation = operation.equation
-  variables = (*equation.invars, *equation.outvars)
+  variables = (*operation.equation.invars, *operation.equation.outvars)
   are_arrays = all(isinstance(x.aval, jax.core.ShapedArray) for x in variables)
   # A reference may hold anything by now.
   return "" if are_arrays else "it is read from a reference"
