@@ -43,8 +43,9 @@ from optax_lossscale.instruments.step._values import Values
 def transfer(operation: Operation) -> Values:
   """Returns the results of an operation."""
   row, count = operation.row, len(operation.equation.outvars)
-  if row.form is Form.COPIES:
-    return operation.inputs
+  # A call of the host, such as a print, may have no results.
+  if row.form is Form.COPIES or not count:
+    return operation.inputs[:count]
   made = _values.made(operation.inputs, operation.place)
   if not made.lost and _finiteness.may_lose(operation):
     made = made.marked(Mark("taken", False, made.place))
