@@ -40,8 +40,8 @@ class Elements(enum.Enum):
 class Size(enum.Enum):
   """How large the result may be, next to the inputs."""
 
-  # Never larger: the operation moves, chooses or limits values. A bitcast is
-  # one of these, since its result is never an overflow.
+  # Never larger: the operation moves, chooses or limits values. So it is with a
+  # bitcast and a sign, whose results are never an overflow.
   MOVES = "moves"
   # A finite result fits in any dtype that holds the input. One that is not
   # finite has no value: log 0, rsqrt 0, sqrt(-1).
@@ -69,7 +69,7 @@ class Growth(enum.Enum):
   SCATTERS = "scatters"
   # So too, but what is not chosen is lost.
   MERGES = "merges"
-  # Not at all, if the inputs grow alike.
+  # Not at all, if the inputs grow alike: the result is a truth or an angle.
   TESTS = "tests"
   # Not at all, since S is positive.
   IGNORES = "ignores"
@@ -82,7 +82,7 @@ class Growth(enum.Enum):
   SQUARES = "squares"
   ROOTS = "roots"
   INVERTS = "inverts"
-  CUBES = "cubes"
+  CUBE_ROOTS = "cube_roots"
   POWER = "power"
   POWERS = "powers"
   PRODUCT = "product"
@@ -205,7 +205,7 @@ class Row(NamedTuple):
   name: str
   elements: Elements = Elements.UNKNOWN
   size: Size = Size.GROWS
-  degree: Growth = Growth.UNKNOWN
+  growth: Growth = Growth.UNKNOWN
   axes: Axes = Axes.UNKNOWN
   inf: Inf = Inf.HIDES
   form: Form = Form.UNKNOWN
@@ -217,10 +217,10 @@ class Row(NamedTuple):
 # The last column lists flags, and as "@start:stop" which inputs are positions.
 # Four names are forms that `name_of` tells apart: "square" is also `x * x`.
 _TABLE = """
-primitive            elements size    degree     axes     inf     form     cast     more
+primitive            elements size    growth     axes     inf     form     cast     more
 abs                  each     moves   keeps      same     shows   folds    -        zero positive span
-acos                 each     bounded depends    same     -       -        steep
-acosh                each     bounded depends    same     -       -        steep
+acos                 each     bounded depends    same     shows   -        steep
+acosh                each     bounded depends    same     shows   -        steep
 add                  each     -       adds       same     shows   plus     promotes linear span parameter
 add_any              each     -       adds       same     shows   plus     promotes linear span parameter
 all_gather           -        moves   keeps      -        shows   -        -        exchanges
@@ -228,22 +228,22 @@ all_gather_invariant -        moves   keeps      -        shows   -        -    
 all_gather_reduced   -        moves   -          -        shows   -        -        exchanges
 all_to_all           -        moves   keeps      -        shows   -        -        exchanges differs
 and                  -        -       -          same     shows   all      -
-approx_top_k         -        moves   first      -        shows   -        -
+approx_top_k         -        moves   first      -        ordered -        -
 argmax               -        -       orders     reduced  -       -        -
 argmin               -        -       orders     reduced  -       -        -
-asin                 each     bounded depends    same     -       -        steep
-asinh                each     bounded depends    same     -       -        steep
+asin                 each     bounded depends    same     shows   -        steep
+asinh                each     bounded depends    same     shows   -        steep
 atan                 each     bounded depends    same     -       -        -
 atan2                each     bounded tests      same     -       -        -
-atanh                each     bounded depends    same     -       -        steep
+atanh                each     bounded depends    same     shows   -        steep
 axis_index           -        -       -          -        -       -        -
 bessel_i0e           each     bounded depends    same     -       -        special
 bessel_i1e           each     bounded depends    same     -       -        special
 bitcast_convert_type -        moves   -          -        shows   -        -        bits
 broadcast_in_dim     -        moves   keeps      spread   shows   reshapes -
-cbrt                 each     bounded cubes      same     shows   -        -
-ceil                 each     -       depends    same     -       -        -
-cholesky             -        -       roots      -        shows   -        -
+cbrt                 each     bounded cube_roots same     shows   -        -
+ceil                 each     -       depends    same     shows   -        -
+cholesky             -        -       roots      -        -       -        -
 clamp                joins    moves   compares   same     -       -        -
 complex              each     -       packs      same     shows   -        -
 concatenate          joins    moves   packs      same     shows   -        promotes linear
@@ -266,18 +266,18 @@ dot_general          -        -       multiplies dot      shows   -        produ
 dynamic_slice        -        moves   keeps      same     picks   parts    -        @1:
 dynamic_update_slice joins    moves   packs      same     shows   -        -        @2:
 eig                  -        -       -          -        shows   -        -
-eigh                 -        -       second     -        shows   -        -
+eigh                 -        -       second     -        -       -        -
 eq                   tests    -       tests      same     tests   folds    -
 eq_to                tests    -       tests      same     tests   -        -
 erf                  each     bounded depends    same     -       -        -
-erf_inv              each     bounded depends    same     -       -        steep
+erf_inv              each     bounded depends    same     shows   -        steep
 erfc                 each     bounded depends    same     -       -        -
 exp                  each     -       depends    same     -       -        steep
 exp2                 each     -       depends    same     -       -        steep
 expm1                each     -       depends    same     -       -        steep
 ffi_call             -        -       -          -        -       -        -        opaque
 fft                  -        -       keeps      -        shows   -        -
-floor                each     -       depends    same     -       -        -
+floor                each     -       depends    same     shows   -        -
 freeze               -        moves   keeps      -        shows   -        -
 gather               -        moves   keeps      indexed  picks   parts    -        @1:
 ge                   tests    -       tests      same     tests   folds    -
@@ -313,8 +313,8 @@ or                   -        -       -          same     shows   any      -
 pad                  joins    moves   packs      padded   shows   -        -        linear
 pallas_call          -        -       -          -        -       -        -        opaque
 pbroadcast           -        moves   keeps      -        shows   copies   -
-pmax                 -        moves   keeps      same     shows   extreme  -        exchanges
-pmin                 -        moves   keeps      same     shows   extreme  -        exchanges
+pmax                 -        moves   keeps      same     largest extreme  -        exchanges
+pmin                 -        moves   keeps      same     ordered extreme  -        exchanges
 polygamma            each     partial depends    same     -       -        special
 pow                  each     partial power      same     powers  -        steep
 ppermute             -        moves   keeps      -        shows   -        -        exchanges differs
@@ -323,7 +323,7 @@ psum_invariant       -        -       keeps      same     shows   -        sum  
 pvary                -        moves   keeps      -        shows   copies   -
 qr                   -        -       second     -        shows   -        -
 ragged_all_to_all    joins    moves   -          -        shows   -        -        exchanges differs
-ragged_dot_general   -        -       multiplies -        shows   -        product
+ragged_dot_general   -        -       multiplies -        -       -        product
 random_clone         -        -       -          -        -       copies   -
 random_unwrap        -        -       -          -        -       unwraps  -
 random_wrap          -        -       -          -        -       wraps    -
@@ -336,23 +336,23 @@ reduce_min           -        moves   keeps      reduced  ordered extreme  -
 reduce_or            -        -       keeps      reduced  shows   any      -
 reduce_precision     each     -       keeps      same     shows   -        -        bits
 reduce_prod          reduces  -       product    reduced  shows   -        sum
-reduce_scatter       -        -       keeps      same     shows   -        sum      sums differs
+reduce_scatter       -        -       keeps      -        shows   -        sum      sums differs
 reduce_sum           reduces  -       keeps      reduced  shows   totals   sum      zero
 reduce_window        -        -       -          -        -       -        -        combines
-reduce_window_max    -        moves   keeps      -        shows   -        -
-reduce_window_min    -        moves   keeps      -        shows   -        -
+reduce_window_max    -        moves   keeps      -        largest -        -
+reduce_window_min    -        moves   keeps      -        ordered -        -
 reduce_window_sum    -        -       keeps      -        shows   -        sum
 regularized_incomplete_beta each     bounded depends    same     -       -        special
 rem                  each     bounded remainder  same     divides -        -
 reshape              permutes moves   keeps      reshaped shows   reshapes -
 reshard              -        moves   keeps      -        shows   copies   -
 rev                  permutes moves   keeps      -        shows   -        -
-round                each     -       depends    same     -       -        -
+round                each     -       depends    same     shows   -        -
 rsqrt                each     bounded inverts    same     -       -        steep
 scatter              joins    moves   packs      indexed  shows   -        -        combines @1:2
 scatter-add          -        -       scatters   indexed  shows   -        sum      combines @1:2
-scatter-max          joins    moves   merges     -        shows   -        -        combines @1:2
-scatter-min          joins    moves   merges     -        shows   -        -        combines @1:2
+scatter-max          joins    moves   merges     -        ordered -        -        combines @1:2
+scatter-min          joins    moves   merges     -        ordered -        -        combines @1:2
 scatter-mul          -        -       -          -        shows   -        sum      combines
 scatter-sub          -        -       scatters   indexed  shows   -        sum      combines @1:2
 select_and_gather_add joins    moves   keeps      -        shows   -        -        combines
@@ -380,8 +380,8 @@ tile                 -        moves   keeps      -        shows   -        -
 top_k                -        moves   first      -        ordered -        -
 tpu_custom_call      -        -       -          -        -       -        -        opaque
 transpose            permutes moves   keeps      permuted shows   turns    -
-triangular_solve     -        -       solves     -        shows   -        -
-tridiagonal_solve    -        -       -          -        shows   -        -
+triangular_solve     -        -       solves     -        -       -        -
+tridiagonal_solve    -        -       -          -        -       -        -
 unstack              -        moves   keeps      -        shows   -        -
 vecdot               -        -       -          -        -       -        sum
 zeta                 each     partial depends    same     -       -        special
@@ -390,7 +390,7 @@ zeta                 each     partial depends    same     -       -        speci
 
 def _parsed(line: str) -> Row:
   """Returns a line of the table as a row."""
-  name, elements, size, degree, axes, inf, form, cast, *more = line.split()
+  name, elements, size, growth, axes, inf, form, cast, *more = line.split()
   flags, positions = Flag(0), slice(0)
   for word in more:
     if word.startswith("@"):
@@ -402,7 +402,7 @@ def _parsed(line: str) -> Row:
     name,
     Elements(elements),
     Size(size),
-    Growth(degree),
+    Growth(growth),
     Axes(axes),
     Inf(inf),
     Form(form),

@@ -49,7 +49,7 @@ _EXPONENTS = {
   Growth.SQUARES: 2,
   Growth.ROOTS: 0.5,
   Growth.INVERTS: -0.5,
-  Growth.CUBES: 1 / 3,
+  Growth.CUBE_ROOTS: 1 / 3,
 }
 # Operations of several results, with the one that grows as their input does.
 _GROWING = {Growth.FIRST: 0, Growth.SECOND: 1}
@@ -165,7 +165,7 @@ def without_axes(degree: Degree) -> Degree:
 
 def transfer(operation: Operation) -> Sequence[Degree]:
   """Returns the degree of each result of an operation."""
-  rule, count = operation.row.degree, len(operation.equation.outvars)
+  rule, count = operation.row.growth, len(operation.equation.outvars)
   degrees = [x.degree for x in operation.inputs]
   if (found := unknown(degrees)) is not None:
     # The order of numbers of several degrees need not depend on S.
@@ -184,13 +184,13 @@ def _result(operation: Operation) -> Degree:
   """Returns the degree that all results of an operation have."""
   row, place = operation.row, operation.place
   is_filled = fills(operation.equation)
-  if _are_free(operation.inputs) and (is_filled or row.degree not in _PASS_ANY):
+  if _are_free(operation.inputs) and (is_filled or row.growth not in _PASS_ANY):
     return FREE
   parts = _in_result(operation)
   if not parts:
     reason = f"`{operation.name}` mixes members that have an S of their own"
     return Unknown(reason, False, place)
-  if row.degree in (Growth.IGNORES, Growth.ORDERS):
+  if row.growth in (Growth.IGNORES, Growth.ORDERS):
     return FREE
   # A number beside values that grow with S grows with no S.
   if is_filled:
@@ -199,9 +199,9 @@ def _result(operation: Operation) -> Degree:
     return mismatch(parts, "an index depends on S", place)
   del parts[row.positions]
   moved = operation._replace(inputs=parts)
-  if row.degree in _REASONS:
+  if row.growth in _REASONS:
     return _joined(moved)
-  rule = _RULES.get(row.degree)
+  rule = _RULES.get(row.growth)
   degree = rule(moved) if rule else None
   return _no_power(moved) if degree is None else degree
 
@@ -230,7 +230,7 @@ def _in_result(operation: Operation) -> list[Value]:
 
 def _joined(operation: Operation) -> Degree:
   """Returns the degree of a sum, a choice or a comparison."""
-  rule, parts = operation.row.degree, operation.inputs
+  rule, parts = operation.row.growth, operation.inputs
   numbers = (abs(x.constant) for x in parts if isinstance(x.constant, float))
   least = min(filter(None, numbers), default=math.inf)
   is_sum_or_max = rule is Growth.ADDS or operation.row.inf is Inf.LARGEST
@@ -247,7 +247,7 @@ def _joined(operation: Operation) -> Degree:
 
 def _no_power(operation: Operation) -> Unknown:
   """Returns the degree of what is no power of S, but computed from one."""
-  rule, parts = operation.row.degree, operation.inputs
+  rule, parts = operation.row.growth, operation.inputs
   grown = next(in_words(x.degree) for x in parts if not is_free(x.degree))
   reason = f"`{operation.name}` is given what {grown}"
   is_sure = rule in (Growth.DEPENDS, Growth.POWER, Growth.POWERS)
@@ -256,7 +256,7 @@ def _no_power(operation: Operation) -> Unknown:
 
 def _raised(operation: Operation) -> Degree | None:
   """Returns the degree of a power whose exponent is known."""
-  rule, parts = operation.row.degree, operation.inputs
+  rule, parts = operation.row.growth, operation.inputs
   exponent = _EXPONENTS.get(rule, operation.equation.params.get("y"))
   if rule is Growth.POWER:
     exponent = parts[1].constant
@@ -301,5 +301,6 @@ def fills(equation: core.JaxprEqn) -> bool:
     # NaN has any degree, and is what fills by default.
     value = equation.params["fill_value"]
     return not (value in (None, 0) or value != value)
-  is_packed = operations.of(equation).degree is Growth.PACKS
-  return is_packed and not operations.moves(equation)
+  is_packed = operations.of(equation).growth is Growth.PACKS
+  # The `function` of `x.at[...].apply(function)`.
+  return is_packed and equation.params.get("update_jaxpr") is not None

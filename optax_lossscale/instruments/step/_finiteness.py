@@ -28,10 +28,10 @@ from optax_lossscale.instruments.step._values import Values
 
 # The truth of a test of all, or of any, from which that of each follows.
 _LOGIC = {Form.ALL: True, Form.ANY: False}
-# The truth that means "finite" of a comparison with inf, where it is not True,
-# and of a comparison of a value with itself, which NaN alone differs from.
-_FINITE = {"eq": False, "ge": False}
+# The truth of a comparison of a value with itself: NaN alone is not equal.
 _NOT_NAN = {"eq": True, "ne": False}
+# What a value is compared with to find out whether it is finite.
+_BEYOND = {"lt": math.inf, "gt": -math.inf}
 
 
 def transfer(operation: Operation, result: Value) -> Value:
@@ -45,7 +45,7 @@ def transfer(operation: Operation, result: Value) -> Value:
   # A truth shows nothing of an inf, but which test it is may be known.
   if row.inf is Inf.TESTS:
     return _test(operation, result)
-  if rule := _RULES.get(row.degree):
+  if rule := _RULES.get(row.growth):
     result = rule(operation, result)
   # What is 0 where a value is, and what compares it with 0.
   if Flag.ZERO in operations.meant(operation.equation).flags:
@@ -67,15 +67,15 @@ def _sum(operation: Operation, result: Value) -> Value:
 
 def _same(operation: Operation, result: Value) -> Value:
   """Returns a value that may be another with its sign changed."""
-  is_multiple = operation.row.form is Form.FOLDS
-  factors = _factors(operation.inputs)
-  return result.but(factors=factors) if is_multiple else result
+  # Of what keeps a degree, abs and neg alone fold numbers.
+  multiplied = operation.inputs if operation.row.form is Form.FOLDS else []
+  return result.but(factors=_factors(multiplied))
 
 
 def _product(operation: Operation, result: Value) -> Value:
   """Returns a product or quotient with what became of an inf in it."""
   row, parts = operation.row, operation.inputs
-  if row.degree is Growth.DIVIDES:
+  if row.growth is Growth.DIVIDES:
     first, second = parts
     parts = [first]
     # inf / inf is NaN.
@@ -90,14 +90,14 @@ def _product(operation: Operation, result: Value) -> Value:
     result = result.but(factors=_factors(parts))
   # What is not finite stays so if it is multiplied by anything.
   scaled, _ = _data_of(parts)
-  is_lost = all(x.lost for x in scaled)
+  is_lost = row.inf is Inf.HIDES or all(x.lost for x in scaled)
   return result if is_lost else result.unmarked("taken", "dropped")
 
 
 def _factors(inputs: Values) -> frozenset[object]:
   """Returns the keys of the values whose multiple a product is."""
-  parts = (x.factors | {x.key} for x in inputs if x.scales and not x.is_pure)
-  return frozenset[object]().union(*parts)
+  scaled = [x for x in inputs if x.scales and not x.is_pure]
+  return frozenset(y for x in scaled for y in (x.key, *x.factors))
 
 
 def _data_of(inputs: Values) -> tuple[list[Value], bool]:
@@ -139,11 +139,14 @@ def _tested_by(operation: Operation) -> Mark | None:
   if not scaled:
     return None
   name, first = operation.name, scaled[0]
-  finite = (_NOT_NAN if _is_of_nan(operation) else _FINITE).get(name, True)
-  # x < inf is a test, and inf < x is none.
-  is_known = inputs[0] is first or name in _NOT_NAN
-  # It says nothing of an inf that was lost before.
-  known = finite if is_known and not first.lost else None
+  # x < inf is such a test, but x >= -inf is true of inf, and false of NaN.
+  beyond = [x.constant for x in inputs[1:]]
+  is_below = inputs[0] is first and beyond in ([], [_BEYOND.get(name)])
+  finite: bool | None = is_below or None
+  if name in _NOT_NAN:
+    finite = _NOT_NAN[name] is _is_of_nan(operation)
+  # A test says nothing of an inf that was lost before.
+  known = None if first.lost else finite
   return Mark("tested", is_sure, place, known, first.key)
 
 
@@ -214,7 +217,7 @@ def _hides_exponent(operation: Operation) -> bool:
 
 _HIDING: Mapping[Inf, Callable[[Operation], bool]] = {
   # The largest of absolute values is inf if one of them is.
-  Inf.LARGEST: lambda x: not _is_positive(x.inputs[0]),
+  Inf.LARGEST: lambda x: not all(map(_is_positive, _data_of(x.inputs)[0])),
   Inf.ORDERED: lambda _: True,
   # 1 / inf is 0.
   Inf.DIVIDES: lambda x: not x.inputs[0].may_be_inf,
@@ -250,6 +253,7 @@ def _is_nonfinite(value: Value) -> bool:
   return value.is_pure and value.degree == ANY and not value.is_number(0)
 
 
+# What becomes of an inf in arithmetic follows from how its result grows.
 _RULES: Mapping[Growth, Callable[[Operation, Value], Value]] = {
   Growth.ADDS: _sum,
   Growth.SUBTRACTS: _sum,

@@ -36,7 +36,7 @@ def transfer(operation: Operation) -> Identity | None:
   # A broadcast array is no argument, not even perhaps.
   if row.form is Form.RESHAPES:
     return found
-  if row.degree is Growth.COMPARES:
+  if row.growth is Growth.COMPARES:
     found = _projected(operation.inputs)
   return found or _rewritten(operation)
 
@@ -51,7 +51,8 @@ def join_scales(values: Values, *, is_branch: bool) -> Scale | None:
   """Returns whose S one of several values is."""
   scales = {x.scale for x in values if x.scale}
   # One that is no S at all, or that of another state, leaves nothing to say.
-  if not all(x.scale for x in values) or len({x.path for x in scales}) > 1:
+  paths = {x.scale and x.scale.path for x in values}
+  if None in paths or len(paths) > 1:
     return None
   first, stages = next(iter(scales)), {x.stage for x in scales}
   stage = first.stage

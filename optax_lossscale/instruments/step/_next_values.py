@@ -46,7 +46,7 @@ RETURN = (
 
 Path = leaves.Path
 Arguments = Mapping[str, object]
-# All leaves.subtrees of what a step returns, by their paths.
+# All subtrees of what a step returns, by their paths.
 Outputs = Mapping[Path, object]
 # The outputs that are next values, by argument.
 Places = Mapping[str, Path]

@@ -49,7 +49,9 @@ def transfer(operation: Operation) -> Values:
   made = _values.made(operation.inputs, operation.place)
   if not made.lost and _finiteness.may_lose(operation):
     made = made.marked(Mark("taken", False, made.place))
-  axes = _mesh_axes(operation.equation)
+  # The axes of an array are numbers, and those of a mesh have names.
+  several = collectives.axes_of(operation.equation)
+  axes = frozenset(x for x in several if isinstance(x, str))
   if reason := _unclear(operation, axes):
     return [made.but(degree=Unknown(reason, False, made.place))] * count
   if not operation.inputs:
@@ -59,7 +61,7 @@ def transfer(operation: Operation) -> Values:
   made = _between_devices(row, made, axes)
   known = _constants.transfer(operation)
   if known is not None:
-    return [_known(known, made)]
+    return [_with_sources(known, made)]
   together = _TOGETHER.get(row.form)
   found = together(operation, made) if together else None
   return _by_domain(operation, made) if found is None else [found]
@@ -71,9 +73,8 @@ def _by_domain(operation: Operation, made: Value) -> Values:
   for degree in _degrees.transfer(operation):
     alike = [x for x in operation.inputs if x.degree == degree]
     # If no input grows like this, the operation itself made it grow.
-    grown = next((x.grown for x in alike if x.grown), ())
-    grown = grown if alike else made.place
-    outputs.append(made.but(degree=degree, grown=grown, key=object()))
+    grown = [x.grown for x in alike if x.grown] or [() if alike else made.place]
+    outputs.append(made.but(degree=degree, grown=grown[0], key=object()))
   if len(outputs) != 1:
     return outputs
   (result,) = outputs
@@ -94,13 +95,6 @@ def _unclear(operation: Operation, axes: Collection[str]) -> str:
   return "" if are_arrays else "it is read from a reference"
 
 
-def _mesh_axes(equation: core.JaxprEqn) -> frozenset[str]:
-  """Returns the axes of a mesh over which an operation works."""
-  # Those of an array are numbers.
-  axes = collectives.axes_of(equation)
-  return frozenset(x for x in axes if isinstance(x, str))
-
-
 def _between_devices(
   row: operations.Row, made: Value, axes: Collection[str]
 ) -> Value:
@@ -113,7 +107,7 @@ def _between_devices(
   return made.sourced(*mixed)
 
 
-def _known(known: Value, made: Value) -> Value:
+def _with_sources(known: Value, made: Value) -> Value:
   """Returns a known result with what its inputs say of devices and gates."""
   if known.constant is None:
     return known
