@@ -27,10 +27,9 @@ _MOVES = operations.names(Elements.PERMUTES) | {
   *("select_n", "slice", "split"),
 }
 # In the stronger sense, these compute in float32 for narrower dtypes.
-_COMPUTES = operations.names(
-  Size.MOVES, Elements.EACH, Elements.TESTS, Elements.REDUCES
-) - {"convert_element_type", "optimization_barrier"}
-_COMPUTES -= operations.names(Flag.BITS)
+_KINDS = Size.MOVES, Elements.EACH, Elements.TESTS, Elements.REDUCES
+_COMPUTES = operations.names(*_KINDS) - operations.names(Flag.BITS)
+_COMPUTES -= {"convert_element_type", "optimization_barrier"}
 # XLA does not look through the buffers of these.
 _BUFFERED = (
   calls.Form.COND,

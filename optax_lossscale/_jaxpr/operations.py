@@ -351,8 +351,8 @@ round                each     -       depends    same     shows   -        -
 rsqrt                each     bounded inverts    same     -       -        steep
 scatter              joins    moves   packs      indexed  shows   -        -        combines @1:2
 scatter-add          -        -       scatters   indexed  shows   -        sum      combines @1:2
-scatter-max          joins    moves   merges     -        ordered -        -        combines @1:2
-scatter-min          joins    moves   merges     -        ordered -        -        combines @1:2
+scatter-max          joins    moves   merges     indexed  ordered -        -        combines @1:2
+scatter-min          joins    moves   merges     indexed  ordered -        -        combines @1:2
 scatter-mul          -        -       -          -        shows   -        sum      combines
 scatter-sub          -        -       scatters   indexed  shows   -        sum      combines @1:2
 select_and_gather_add joins    moves   keeps      -        shows   -        -        combines
@@ -398,18 +398,8 @@ def _parsed(line: str) -> Row:
       positions = slice(int(start), int(stop) if stop else None)
     else:
       flags |= Flag[word.upper()]
-  return Row(
-    name,
-    Elements(elements),
-    Size(size),
-    Growth(growth),
-    Axes(axes),
-    Inf(inf),
-    Form(form),
-    Cast(cast),
-    flags,
-    positions,
-  )
+  members = Elements(elements), Size(size), Growth(growth), Axes(axes)
+  return Row(name, *members, Inf(inf), Form(form), Cast(cast), flags, positions)
 
 
 ROWS = {row.name: row for row in map(_parsed, _TABLE.strip().splitlines()[1:])}

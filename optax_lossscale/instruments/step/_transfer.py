@@ -62,14 +62,16 @@ def transfer(operation: Operation) -> Values:
   known = _constants.transfer(operation)
   if known is not None:
     return [_with_sources(known, made)]
-  together = _TOGETHER.get(row.form)
-  found = together(operation, made) if together else None
-  return _by_domain(operation, made) if found is None else [found]
+  return _by_domain(operation, made)
 
 
 def _by_domain(operation: Operation, made: Value) -> Values:
-  """Returns results of which each domain speaks for itself."""
+  """Returns results of which each domain speaks for itself, or all together."""
   first, outputs = operation.inputs[0], []
+  together = _TOGETHER.get(operation.row.form)
+  found = together(operation, made) if together else None
+  if found is not None:
+    return [found]
   for degree in _degrees.transfer(operation):
     alike = [x for x in operation.inputs if x.degree == degree]
     # If no input grows like this, the operation itself made it grow.

@@ -6,7 +6,6 @@ and by what became of an inf in it (`_finiteness.py`).
 """
 
 from collections.abc import Hashable
-from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
 import fractions
@@ -251,12 +250,11 @@ class Operation(NamedTuple):
 DATA = Source("reads", "data")
 
 
-def made(inputs: Iterable[Value], place: Place) -> Value:
+def made(inputs: Values, place: Place) -> Value:
   """Returns what the inputs alone say of a result."""
-  several = [*inputs]
   return Value(
-    sources=frozenset[Source]().union(*(x.sources for x in several)),
-    marks=frozenset[Mark]().union(*(x.marks for x in several)),
+    sources=frozenset[Source]().union(*(x.sources for x in inputs)),
+    marks=frozenset[Mark]().union(*(x.marks for x in inputs)),
     place=place,
   )
 

@@ -113,6 +113,8 @@ OPERATIONS = {
   "s to bool": lambda x: x.astype(bool),
   "s clip": lambda x: jnp.clip(x, -1, 1),
   "s from 0": lambda x: jnp.maximum(x, 0),
+  "s from -inf": lambda x: jnp.where(x >= -jnp.inf, x, 0.0),
+  "s but -inf": lambda x: jnp.where(x <= -jnp.inf, 0.0, x),
   "s bits": lambda x: lax.bitcast_convert_type(
     lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32), jnp.float32
   ),
@@ -123,6 +125,9 @@ OPERATIONS = {
   "ss div": lambda x, y: x / y,
   "fs div": lambda x, y: x / y,
   "ss max": jnp.maximum,
+  "ss max of abs": lambda x, y: jnp.maximum(jnp.abs(x), y),
+  "ss modulus": lambda x, y: jnp.abs(lax.complex(x + 0.0, y + 0.0)),
+  "ss least": lambda x, y: full(x).at[0].min(full(y)[1]),
   "ss min": jnp.minimum,
   "ss atan2": jnp.arctan2,
   "sf atan2": jnp.arctan2,

@@ -82,7 +82,7 @@ def test_what_is_said_of_random_programs_is_true(quarter):
   errors, said = errors_of(quarter_of_programs(quarter))
   assert not errors, "\n\n".join(errors[:3])
   assert said["powers"] > 10 * COUNT and said["identities"] > 7 * COUNT
-  assert said["any"] > 1 and said["constants"] > 3
+  assert said["any"] > 1 and said["constants"] > 2
 
 
 def test_what_is_said_of_values_on_devices_is_true():
@@ -112,8 +112,8 @@ NO_POWER = """
 """
 NO_POWER_OF_MEMBERS = """
   s back; s turned; s roll; s pad; ss concatenate; ss stack; s gather; si
-  take; sf take by rank; si dynamic_slice; ss update_slice; ss set; ss
-  added; ss largest; s sort; sf sort by; s top_k; s sum; s sum of rows; s
+  take; sf take by rank; si dynamic_slice; ss update_slice; ss set; ss added;
+  ss largest; ss least; s sort; sf sort by; s top_k; s sum; s sum of rows; s
   cumsum down; fs dot; sf conv; s max pool; s mean pool; s fft; ss
   triangular; sf gradient of choices; ss scan; ss scan of the last; k
   strides; k permuted; ks scan of parts; kf scan of S; s psum; s pmax; s
