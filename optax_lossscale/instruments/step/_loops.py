@@ -4,8 +4,8 @@
 # round that is given it must give it back: then it is true after any number of
 # rounds. So the body is interpreted with what is true at the start. Where it
 # gives back less, both are joined, and the body is interpreted again, until
-# nothing changes. A join only forgets, and there is little to forget, so that
-# is soon; if it is not, nothing is claimed.
+# nothing changes. A join only forgets, so a few rounds are enough; if they are
+# not, nothing is claimed.
 #
 # But if S moves in the loop, each round has another one:
 #
@@ -16,17 +16,19 @@
 #     S = next_scale(S, grads)
 #
 # S0 is not S1, so no carried value "grows as S" in every round. The S of a
-# round therefore gets a symbol of its own, R. The hypothesis is what is true at
-# the start, with R in the place of S0. The body returns values that grow with R
-# and with the next S, N. In the next round N is the S of the round, so N is
-# called R, and the hypothesis has to be true again.
+# round therefore gets a symbol of its own, R, as soon as a round is seen to move
+# it; what was found before that is thrown away, and the loop starts anew. Then
+# the hypothesis is what is true at the start, with R in the place of S0. The
+# body returns values that grow with R and with the next S, N. In the next round
+# N is the S of the round, so N is called R, and the hypothesis has to be true
+# again.
 #
-# That is sound only if no value is called by the old R any more: `params` does
-# not grow with it, but `kept` does, and the next round would take its R for a
-# number that it is not. Such a value has no degree from there on, with the
-# reason that it is kept although S is another. After the last round R is "the
-# S after the loop", which is no S of the program outside.
-
+# That is sound only if nothing carried still grows with the R of the round
+# before, since the next round would divide it by an R that is another number.
+# `params` does not grow with it, but `kept` does. Such a value has no degree
+# from there on, with the reason that it is kept although S is another. After the
+# last round R is "the S after the loop", which is no S of the program outside,
+# and it is old, new or either as the body made it.
 from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Mapping
