@@ -1,34 +1,5 @@
 """What a loop leaves, by induction over its rounds."""
 
-# What is said of a carried value must be true before the first round, and a
-# round that is given it must give it back: then it is true after any number of
-# rounds. So the body is interpreted with what is true at the start. Where it
-# gives back less, both are joined, and the body is interpreted again, until
-# nothing changes. A join only forgets, so a few rounds are enough; if they are
-# not, nothing is claimed.
-#
-# But if S moves in the loop, each round has another one:
-#
-#   for batch in batches:  # S is S0 at first, and later S1, S2 and so on.
-#     grads = jax.grad(scaled)(params, batch, S)
-#     params -= 0.1 * grads / S  # Grows as S / S, so it does not grow with S.
-#     kept = grads  # Grows as the S of this round: a mistake.
-#     S = next_scale(S, grads)
-#
-# S0 is not S1, so no carried value "grows as S" in every round. The S of a
-# round therefore gets a symbol of its own, R, as soon as a round is seen to move
-# it; what was found before that is thrown away, and the loop starts anew. Then
-# the hypothesis is what is true at the start, with R in the place of S0. The
-# body returns values that grow with R and with the next S, N. In the next round
-# N is the S of the round, so N is called R, and the hypothesis has to be true
-# again.
-#
-# That is sound only if nothing carried still grows with the R of the round
-# before, since the next round would divide it by an R that is another number.
-# `params` does not grow with it, but `kept` does. Such a value has no degree
-# from there on, with the reason that it is kept although S is another. After the
-# last round R is "the S after the loop", which is no S of the program outside,
-# and it is old, new or either as the body made it.
 from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Mapping
@@ -50,6 +21,35 @@ _MOST_ROUNDS = 16
 Body = Callable[[Values], tuple[Values, Values]]
 
 
+# What is said of a carried value must be true before the first round, and a
+# round that is given it must give it back: then it is true after any number of
+# rounds. So the body is interpreted with what is true at the start. Where it
+# gives back less, both are joined, and the body is interpreted again, until
+# nothing changes. A join only forgets, so a few rounds are enough; if they are
+# not, nothing is claimed.
+#
+# But if S moves in the loop, each round has another one:
+#
+#   for batch in batches:  # S is S0 at first, and later S1, S2 and so on.
+#     grads = jax.grad(scaled)(params, batch, S)
+#     params -= 0.1 * grads / S  # Grows as S / S, so it does not grow with S.
+#     kept = grads  # Grows as the S of this round: a mistake.
+#     S = next_scale(S, grads)
+#
+# S0 is not S1, so no carried value "grows as S" in every round. The S of a
+# round therefore gets a symbol of its own, R, as soon as a round is seen to
+# move it; what was found before that is thrown away, and the loop starts anew.
+# Then the hypothesis is what is true at the start, with R in the place of S0.
+# The body returns values that grow with R and with the next S, N. In the next
+# round N is the S of the round, so N is called R, and the hypothesis has to be
+# true again.
+#
+# That is sound only if nothing carried still grows with the R of the round
+# before, since the next round would divide it by an R that is another number.
+# `params` does not grow with it, but `kept` does. Such a value has no degree
+# from there on, with the reason that it is kept although S is another. After
+# the last round R is "the S after the loop", which is no S of the program
+# outside, and it is old, new or either as the body made it.
 @dataclasses.dataclass
 class _Loop:
   """A loop, and the S that move in it."""
