@@ -1,9 +1,10 @@
 """Where an inf or NaN of scaled gradients may get lost on its way to `update`.
 
 The rules are about data of S that no gate has found to be finite, whatever its
-degree: true gradients hold the same inf. Two rules are guesses about what
-programs do: a quotient of such data is one of a value and its norm, and a
-product shows what one of its factors shows.
+degree: true gradients hold the same inf. Three rules are guesses about what
+programs do: a quotient of such data is one of a value and its norm, a product
+shows what one of its factors shows, and a complex number's real part shows what
+the number does.
 """
 
 from collections.abc import Callable
