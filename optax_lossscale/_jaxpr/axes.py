@@ -1,4 +1,4 @@
-"""Where the axes of an operation's inputs are in its result."""
+"""The place of the axes of an operation's inputs in its result."""
 
 from collections.abc import Callable
 from collections.abc import Mapping

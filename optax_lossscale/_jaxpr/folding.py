@@ -1,4 +1,4 @@
-"""Operations on known numbers: what their result is, without running them.
+"""The results of operations on known numbers, without running them.
 
 A number is known of an array if it is that of all its elements.
 """

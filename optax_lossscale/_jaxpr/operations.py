@@ -1,10 +1,10 @@
-"""What each of JAX's operations does: one line of a table for each primitive.
+"""A table of JAX's operations, with one line for each primitive.
 
 All analyses read this table: `autocast` its own columns, `check_step` most of
 the others, `where_overflow` and the emulation of saturation the first ones. A
-column holds a word, which is a member of an enum; an analysis maps the member
-to what it does. "-" is the word of a primitive without a line, too: nothing is
-known of it.
+column holds a word, which is a member of an enum, and each analysis has a rule
+for the member. "-" claims nothing; a primitive without a line has it in every
+column.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from optax_lossscale._base import leaves
 
 
 class Elements(enum.Enum):
-  """On which elements of the inputs an element of the result depends."""
+  """The elements of the inputs that an element of the result depends on."""
 
   # On those at its position.
   EACH = "each"
@@ -96,7 +96,7 @@ class Growth(enum.Enum):
 
 
 class Axes(enum.Enum):
-  """Where the axes of the inputs are in the result."""
+  """The place of the inputs' axes in the result."""
 
   # Where they were, unless their length changes.
   SAME = "same"
@@ -131,7 +131,7 @@ class Inf(enum.Enum):
 
 
 class Form(enum.Enum):
-  """What becomes of inputs that are known numbers, or known arguments."""
+  """The result for inputs that are known numbers, or known arguments."""
 
   # Each result is the input at its position.
   COPIES = "copies"
@@ -172,7 +172,7 @@ class Cast(enum.Enum):
 
 
 class Flag(enum.Flag):
-  """What else is true of an operation."""
+  """Other properties of an operation."""
 
   # It works between devices: it adds up their values, or moves or chooses them.
   SUMS = enum.auto()

@@ -1,8 +1,8 @@
 """Interprets a step's jaxpr with abstract values, without running the step.
 
 This module knows calls, branches and loops, and the library's own decisions,
-which are the promised calls of `_base/promises.py`. What an operation does is
-the subject of `_transfer.py`. That the step of some state overflows, or does
+which are the promised calls of `_base/promises.py`. `_transfer.py` has the
+rules of operations. That the step of some state overflows, or does
 not, is a hypothesis.
 """
 

@@ -1,4 +1,4 @@
-"""What a loop leaves, by induction over its rounds."""
+"""The results of a loop, by induction over its rounds."""
 
 from collections.abc import Callable
 from collections.abc import Collection

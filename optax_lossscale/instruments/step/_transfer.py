@@ -1,4 +1,4 @@
-"""What is known of the results of an operation that holds no jaxpr.
+"""The results of an operation that holds no jaxpr.
 
 Each domain has its own rules; this module knows in which order they speak, and
 the few operations that several domains must treat together: a choice, a cast,
@@ -66,7 +66,7 @@ def transfer(operation: Operation) -> Values:
 
 
 def _by_domain(operation: Operation, made: Value) -> Values:
-  """Returns results of which each domain speaks for itself, or all together."""
+  """Returns results for which the domains speak by themselves, or together."""
   first, outputs = operation.inputs[0], []
   together = _TOGETHER.get(operation.row.form)
   found = together(operation, made) if together else None

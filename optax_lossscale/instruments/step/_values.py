@@ -59,7 +59,7 @@ FREE: Powers = ()
 Degree = Powers | Unknown | str
 
 
-# From what a value was computed; each has a detail.
+# The sources of a value, each with a detail.
 #   scale: from the S of this state.
 #   passed: so too, but it is chosen only if `update` of this state sees no
 #     overflow, so that no inf of its gradients can be in it.
@@ -72,7 +72,7 @@ Degree = Powers | Unknown | str
 Origin = Literal[
   "scale", "passed", "undefined", "gate", "reads", "varies", "mixed"
 ]
-# What became of an inf or NaN of scaled gradients on the way to a value.
+# The fate of an inf or NaN of scaled gradients on the way to a value.
 #   tested: the value was decided by which scaled values are finite.
 #   taken: inf and NaN may have been taken out of it.
 #   dropped: micro-batches with inf and NaN were taken out of it.
@@ -83,7 +83,7 @@ Fate = Literal["tested", "taken", "dropped", "unseen", "loss", "doubted"]
 
 
 class Source(NamedTuple):
-  """What a value, and everything that is computed from it, comes from."""
+  """A source of a value, and of everything that is computed from it."""
 
   origin: Origin
   detail: Hashable
@@ -91,7 +91,7 @@ class Source(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-  """What became of an inf in a value, and so in all that comes from it."""
+  """The fate of an inf in a value, and so in all that is computed from it."""
 
   fate: Fate
   # None if the loss alone was tested.
