@@ -2,8 +2,8 @@
 
 This module knows calls, branches and loops, and the library's own decisions,
 which are the promised calls of `_base/promises.py`. `_transfer.py` has the
-rules of operations. That the step of some state overflows, or does
-not, is a hypothesis.
+rules of operations. That the step of some state overflows, or does not, is a
+hypothesis.
 """
 
 from collections.abc import Callable
