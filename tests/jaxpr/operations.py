@@ -191,16 +191,9 @@ def _situation(truth, inputs, limit):
 
 @functools.cache
 def situations(name, saturating=False):
-  """Returns the inputs of an elementwise operation, by situation.
-
-  Args:
-    name: of the operation.
-    saturating: whether an input of the largest finite value counts as inf.
-
-  Returns:
-    A dict with float16[512] columns, one for each input, for each situation
-    that occurs.
-  """
+  """Returns the inputs of an elementwise operation, by situation."""
+  # If `saturating`, an input of the largest finite value counts as inf. Each
+  # situation that occurs has a column for each input, float16[512].
   operation = ELEMENTWISE[name]
   columns = _grid(operation.arity)
   if operation.is_accurate is not None:
