@@ -36,12 +36,7 @@ def read(page):
 
 
 def section(text, title):
-  """Returns a section of a page with what is below it.
-
-  Args:
-    text: the page.
-    title: of the section, of any level.
-  """
+  """Returns the section of a title, of any level, with all below it."""
   heading = re.search(rf"^(#+) {re.escape(title)}$", text, re.MULTILINE)
   assert heading, f"There is no section {title!r}."
   rest = text[heading.end() :]

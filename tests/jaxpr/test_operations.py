@@ -73,6 +73,8 @@ def test_the_elementwise_operations_are_those_with_a_true_value():
 
 MOVES = {
   "clamp": lambda x: lax.clamp(jnp.float16(-3), x, jnp.float16(5)),
+  "max": lambda x: lax.max(x, np.ones(9, np.float16)),
+  "min": lambda x: lax.min(x, np.ones(9, np.float16)),
   "neg": lax.neg,
   "select_n": lambda x: lax.select_n(np.arange(9) > 3, x, x),
   "sort": lambda x: lax.sort(x),
@@ -85,6 +87,10 @@ def test_a_move_makes_no_value_larger(name):
   x = np.random.default_rng(0).normal(size=9).astype(np.float16) * 4
   assert table.moves(equation_of(MOVES[name], x))
   assert np.max(np.abs(MOVES[name](x))) <= np.max(np.abs(x))
+  for bad in (np.inf, -np.inf, np.nan):
+    x[4] = bad
+    hides = np.all(np.isfinite(MOVES[name](x)))
+    assert not (hides and table.ROWS[name].inf is Inf.SHOWS), bad
 
 
 def test_only_some_scatters_and_absolute_values_are_moves():
