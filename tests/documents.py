@@ -51,13 +51,7 @@ def blocks(text, language="python"):
 
 
 def block(page, title, words):
-  """Returns the one Python block of a section that has some words in it.
-
-  Args:
-    page: the text of a page.
-    title: of the section, of any level.
-    words: what no other block of the section has.
-  """
+  """Returns the one Python block of a section that has some words in it."""
   found = [x for x in blocks(section(page, title)) if words in x]
   assert len(found) == 1, (
     f"One Python block in the section {title!r} must have {words!r}, got "
@@ -78,12 +72,7 @@ def one_line(text):
 
 
 def run(text, names):
-  """Runs the Python blocks one after the other and returns all names.
-
-  Args:
-    text: a page or a section.
-    names: what the blocks find there; not changed.
-  """
+  """Runs a text's Python blocks in order, and returns all names."""
   names = dict(names)
   for block in blocks(text):
     exec(compile(block, "<block>", "exec"), names)

@@ -24,7 +24,7 @@ class Elements(enum.Enum):
 
   # On those at its position.
   EACH = "each"
-  # So too, and the result is their comparison.
+  # On the same, and the result is their comparison.
   TESTS = "tests"
   # On all of the input along some axes.
   REDUCES = "reduces"
@@ -46,7 +46,7 @@ class Size(enum.Enum):
   # A finite result fits in any dtype that holds the input. One that is not
   # finite has no value: log 0, rsqrt 0, sqrt(-1).
   BOUNDED = "bounded"
-  # So for real inputs; along the imaginary axis it grows.
+  # Bounded for real inputs; along the imaginary axis it grows.
   REAL = "real"
   # It may overflow, and at some inputs it has no value: 1 / 0.
   PARTIAL = "partial"
@@ -64,10 +64,10 @@ class Growth(enum.Enum):
   SUBTRACTS = "subtracts"
   COMPARES = "compares"
   REMAINDER = "remainder"
-  # So too, into one array, which may be taken apart again.
+  # They must grow alike in one array, which may be taken apart again.
   PACKS = "packs"
   SCATTERS = "scatters"
-  # So too, but what is not chosen is lost.
+  # They must grow alike in one array, from which the others are lost.
   MERGES = "merges"
   # Not at all, if the inputs grow alike: the result is a truth or an angle.
   TESTS = "tests"
@@ -98,7 +98,7 @@ class Growth(enum.Enum):
 class Axes(enum.Enum):
   """The place of the inputs' axes in the result."""
 
-  # Where they were, unless their length changes.
+  # In the same place, unless their length changes.
   SAME = "same"
   DOT = "dot"
   INDEXED = "indexed"
@@ -111,7 +111,7 @@ class Axes(enum.Enum):
 
 
 class Inf(enum.Enum):
-  """Whether the result shows that an input is inf or NaN."""
+  """The way in which a result shows that an input is inf or NaN."""
 
   # It is not finite then.
   SHOWS = "shows"
@@ -122,7 +122,7 @@ class Inf(enum.Enum):
   DIVIDES = "divides"
   # It is hidden unless the exponent is positive.
   POWERS = "powers"
-  # Which elements are taken is hidden.
+  # An inf among the positions is hidden.
   PICKS = "picks"
   # The result is the truth of a test.
   TESTS = "tests"
@@ -145,7 +145,7 @@ class Form(enum.Enum):
   # A random key is made of numbers, or the reverse.
   WRAPS = "wraps"
   UNWRAPS = "unwraps"
-  # Of known numbers the result is one, too.
+  # The result for known numbers is a known number.
   FOLDS = "folds"
   PLUS = "plus"
   MINUS = "minus"
@@ -215,7 +215,8 @@ class Row(NamedTuple):
 
 
 # The last column lists flags, and as "@start:stop" which inputs are positions.
-# Four names are forms that `name_of` tells apart: "square" is also `x * x`.
+# Four lines are for forms that have names of their own (see `name_of`): "square"
+# is also `x * x`.
 _TABLE = """
 primitive            elements size    growth     axes     inf     form     cast     more
 abs                  each     moves   keeps      same     shows   folds    -        zero positive span

@@ -237,7 +237,7 @@ def _joined(operation: Operation) -> Degree:
   is_guard = is_sum_or_max and least <= _EPSILON
   if is_cast(operation):
     parts = [x for x in parts if not is_free(x.degree)] or parts
-  # What is packed into one array may be unpacked again.
+  # Parts of one array may be unpacked again.
   is_packed = rule in (Growth.PACKS, Growth.SCATTERS)
   is_sure = not (is_guard or is_packed)
   degree = join(parts, _REASONS[rule], operation.place, is_sure=is_sure)
@@ -246,7 +246,7 @@ def _joined(operation: Operation) -> Degree:
 
 
 def _no_power(operation: Operation) -> Unknown:
-  """Returns the degree of what is no power of S, but computed from one."""
+  """Returns the degree of a result that a power of S made, but is none."""
   rule, parts = operation.row.growth, operation.inputs
   grown = next(in_words(x.degree) for x in parts if not is_free(x.degree))
   reason = f"`{operation.name}` is given what {grown}"

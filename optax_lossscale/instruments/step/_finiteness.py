@@ -31,12 +31,12 @@ from optax_lossscale.instruments.step._values import Values
 _LOGIC = {Form.ALL: True, Form.ANY: False}
 # The truth of a comparison of a value with itself: NaN alone is not equal.
 _NOT_NAN = {"eq": True, "ne": False}
-# What a value is compared with to find out whether it is finite.
+# The numbers beyond all finite ones, in a comparison with them.
 _BEYOND = {"lt": math.inf, "gt": -math.inf}
 
 
 def transfer(operation: Operation, result: Value) -> Value:
-  """Returns an operation's result with what became of an inf in it."""
+  """Returns an operation's result with the fate of an inf in it."""
   # The result comes with the marks of all inputs, and with its degree.
   row = operation.row
   tested = result.mark("tested")
@@ -48,7 +48,7 @@ def transfer(operation: Operation, result: Value) -> Value:
     return _test(operation, result)
   if rule := _RULES.get(row.growth):
     result = rule(operation, result)
-  # What is 0 where a value is, and what compares it with 0.
+  # The operations that are 0 where a value is, and those compared with 0.
   if Flag.ZERO in operations.meant(operation.equation).flags:
     first = operation.inputs[0]
     result = result.but(zeros=(first.place, *first.zeros))
@@ -74,7 +74,7 @@ def _same(operation: Operation, result: Value) -> Value:
 
 
 def _product(operation: Operation, result: Value) -> Value:
-  """Returns a product or quotient with what became of an inf in it."""
+  """Returns a product or quotient with the fate of an inf in it."""
   row, parts = operation.row, operation.inputs
   if row.growth is Growth.DIVIDES:
     first, second = parts
@@ -89,7 +89,7 @@ def _product(operation: Operation, result: Value) -> Value:
       result = result.but(sources=sources)
   if row.elements is Elements.EACH:
     result = result.but(factors=_factors(parts))
-  # What is not finite stays so if it is multiplied by anything.
+  # An inf or NaN stays one if it is multiplied by anything.
   scaled, _ = _data_of(parts)
   is_lost = row.inf is Inf.HIDES or all(x.lost for x in scaled)
   return result if is_lost else result.unmarked("taken", "dropped")
@@ -107,11 +107,11 @@ def _data_of(inputs: Values) -> tuple[list[Value], bool]:
   return scaled, any(not _degrees.is_free(x.degree) for x in scaled)
 
 
-# ---- Tests of what is finite.
+# ---- Tests of finiteness.
 
 
 def _test(operation: Operation, result: Value) -> Value:
-  """Returns the truth of a test with what it says of an inf."""
+  """Returns the truth of a test with its meaning for an inf."""
   inputs = operation.inputs
   truth = None if result.mark("tested") else _tested_by(operation)
   is_doubt = any(x.mark("loss") for x in inputs)
@@ -171,7 +171,7 @@ def _combined(form: Form, tested: Mark, inputs: Values) -> Mark:
   marks = [mark for x in inputs if (mark := x.mark("tested"))]
   known = [x for x in marks if x.finite is _LOGIC.get(form)]
   if len({id(x.of) for x in known}) > 1:
-    # Which of several values is not finite, no truth says.
+    # No truth tells one of several values from the others.
     return dataclasses.replace(known[0], of=object())
   return next(iter(known), dataclasses.replace(tested, finite=None))
 
@@ -254,7 +254,7 @@ def _is_nonfinite(value: Value) -> bool:
   return value.is_pure and value.degree == ANY and not value.is_number(0)
 
 
-# What becomes of an inf in arithmetic follows from how its result grows.
+# The growth of a result also tells the kind of arithmetic.
 _RULES: Mapping[Growth, Callable[[Operation, Value], Value]] = {
   Growth.ADDS: _sum,
   Growth.SUBTRACTS: _sum,

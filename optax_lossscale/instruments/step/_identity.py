@@ -33,7 +33,7 @@ def transfer(operation: Operation) -> Identity | None:
   row = operation.row
   rule = _RULES.get(row.form)
   found = rule(operation) if rule else None
-  # A broadcast array is no argument, not even perhaps.
+  # A broadcast array cannot be an argument.
   if row.form is Form.RESHAPES:
     return found
   if row.growth is Growth.COMPARES:
@@ -50,7 +50,7 @@ def join(values: Values) -> Identity | None:
 def join_scales(values: Values, *, is_branch: bool) -> Scale | None:
   """Returns whose S one of several values is."""
   scales = {x.scale for x in values if x.scale}
-  # One that is no S at all, or that of another state, leaves nothing to say.
+  # Another value, or the S of another state, leaves nothing to say.
   paths = {x.scale and x.scale.path for x in values}
   if None in paths or len(paths) > 1:
     return None

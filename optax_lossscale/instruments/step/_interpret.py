@@ -112,7 +112,7 @@ class Interpreter:
     form = calls.form(equation)
     if form is None:
       return _transfer.transfer(Operation(equation, inputs, place))
-    # The places of what is inside begin with this call.
+    # The places of its operations begin with this call.
     around, self._around = self._around, place
     results = self._rules.get(form, self._call)(equation, inputs)
     self._around = around
@@ -360,13 +360,13 @@ def _examined(
   made, finding = _made(event), event.call.outputs
   scale = None if loss_scale is None else event.values[loss_scale]
   path = scale.scale.path if scale and scale.scale else None
-  # What has no S of its own sees the overflow of any state.
+  # A call without an S sees the overflow of any state.
   overflows = bool(overflowing & {path, place})
   overflows |= path is None and bool(overflowing)
   grows = scale.degree if scale else Unknown("amax grows with S", False, place)
   share = Unknown("the range that is used depends on S", False, place)
   gate = [] if path is None else [Source("gate", path)]
-  # Whether a step overflows is data of no argument, but of a gate.
+  # A gate decides whether a step overflows, and no argument.
   flag = made.unsourced("scale", "reads").sourced(*gate)
   told = _constants.number(overflows).marked(*flag.marks)
   dropped = _constants.number(False).marked(*flag.marks)

@@ -16,8 +16,8 @@ from optax_lossscale.instruments.step._values import Values
 
 _MOST_ROUNDS = 16
 
-# Interprets a round, given what it is given of the round before, and returns
-# what it passes on and what it leaves for itself.
+# Interprets a round with the values that the round before passes on. Returns
+# those that it passes on, and those that only the loop's result has.
 Body = Callable[[Values], tuple[Values, Values]]
 
 
@@ -70,7 +70,7 @@ class _Loop:
     }
 
   def given(self, carry: Values) -> list[Value]:
-    """Returns what a round is given, where each S is that of a round."""
+    """Returns the inputs of a round, in which each S is called its S."""
     names = {
       carry[i].units[0][0]: x
       for i, x in self.rounds.items()
@@ -99,7 +99,7 @@ class _Loop:
 
 
 def _kept(value: Value, place: Place) -> Unknown:
-  """Returns the degree of what is kept although it grows with an old S."""
+  """Returns the degree of a value that is kept, but grows with an old S."""
   reason = "it is kept from one round of a loop to the next, where S is another"
   source = value.place or place
   return _degrees.mismatch([value.but(place=source)], reason, source)
@@ -114,7 +114,7 @@ def run(
   members: Collection[Symbol] = (),
   runs: bool = False,
 ) -> tuple[list[Value], list[Value]]:
-  """Returns what a loop carries in the end, and what its rounds leave."""
+  """Returns the last values that a loop carries, and its other results."""
   # The body also reads `others`, and is given one of the S of `members`. `runs`
   # says whether there is a round at all.
   loop = _Loop(place, {x for v in (*start, *others) for x, _ in v.units})
@@ -140,7 +140,7 @@ def run(
     reason = "a loop carries values that no rule settles"
     degree = Unknown(reason, False, place)
     carry = following = [x.but(degree=degree) for x in carry]
-  # A loop that runs ends with what its body gives.
+  # A loop with a round ends with its body's results.
   finished = following if runs else carry
   return _finished(loop, finished, outputs, left, members)
 
@@ -161,6 +161,6 @@ def _finished(
   end = [loop.rename(x, after, known).but(key=object()) for x in carry]
   for i in loop.rounds:
     end[i] = end[i].but(scale=outputs[i].scale)
-  # What a round leaves may be of the members that it is given.
+  # The other results may grow with the S of the members.
   known |= {*members}
   return end, [loop.rename(x, {}, known) for x in left]

@@ -55,7 +55,7 @@ def transfer(operation: Operation) -> Values:
   if reason := _unclear(operation, axes):
     return [made.but(degree=Unknown(reason, False, made.place))] * count
   if not operation.inputs:
-    # The position of a device is no number of the program, and differs.
+    # The program does not know the position of a device, which differs.
     positions = [Source("varies", x) for x in axes]
     return [made.sourced(*positions, *[DATA] * len(axes))] * count
   made = _between_devices(row, made, axes)

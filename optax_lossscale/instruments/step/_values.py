@@ -126,7 +126,7 @@ class Scale(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-  """What is known of a value."""
+  """The facts known of a value."""
 
   degree: Degree = FREE
   # The number that all its elements are.
@@ -219,7 +219,7 @@ Values = Sequence[Value]
 
 
 class Operation(NamedTuple):
-  """An operation, and what is known of its inputs."""
+  """An operation, and the facts known of its inputs."""
 
   equation: core.JaxprEqn
   inputs: Values
@@ -227,7 +227,7 @@ class Operation(NamedTuple):
 
   @property
   def row(self) -> operations.Row:
-    """What the operation does."""
+    """Its line in the table of operations."""
     return operations.of(self.equation)
 
   @property

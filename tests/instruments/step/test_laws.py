@@ -385,9 +385,13 @@ def average_parameters(new):
   return jax.lax.pmean(new[0], "data"), new[1]
 
 
-def returned_as_one():
+def swapped(scaled_grads, opt_state, params):
+  return jax.lax.ppermute(scaled_grads, "data", [(0, 1), (1, 0)])
+
+
+def returned_as_one(axis_name=(), **changes):
   step = jax.shard_map(
-    make_step(ols.loss_scaling(ADAM, RULE, axis_name=())),
+    make_step(ols.loss_scaling(ADAM, RULE, axis_name=axis_name), **changes),
     mesh=support.make_mesh(data=2),
     in_specs=(jax.P(), jax.P(), support.SPREAD),
     out_specs=jax.P(),
@@ -417,6 +421,10 @@ JUDGED = {
   ),
   "one of several devices' parameters": (
     returned_as_one,
+    ("invariance", "inconclusive", "but may differ along 'data'"),
+  ),
+  "gradients that devices swap": (
+    lambda: returned_as_one("data", change=swapped),
     ("invariance", "inconclusive", "but may differ along 'data'"),
   ),
   "the state thrown away": (
